@@ -1,0 +1,45 @@
+"""From a model's name to a decoder and its tokenizer, ready to run."""
+
+import torch
+
+from nanoqwen import reference
+from nanoqwen.checkpoint import Checkpoint, open_checkpoint
+from nanoqwen.config import ModelConfig
+from nanoqwen.fetch import find_model
+from nanoqwen.tokenizer import Tokenizer
+
+
+def load(
+    name: str | None = None, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+) -> tuple[reference.Qwen2, Tokenizer]:
+    """The reference decoder and tokenizer of a model.
+
+    Args:
+        name: a name such as `qwen2.5-coder-0.5b` or `nanoqwen-tiny`, a Hugging Face folder or a GGUF file; None
+            takes the 0.5B where it has been fetched, else the tiny model.
+        dtype: of the weights and of the arithmetic.
+
+    Raises:
+        FileNotFoundError: the model is not on this machine; the message says how to fetch it.
+        ValueError: its files are not a whole, readable Qwen2 checkpoint; the message names what is wrong.
+    """
+    checkpoint: Checkpoint = open_checkpoint(find_model(name))
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_path)
+    model = reference.build(checkpoint.config, checkpoint.weights(dtype, device))
+    model.num_tokens = min(tokenizer.num_tokens, checkpoint.config.vocab_size)
+    return model, tokenizer
+
+
+def random(config: ModelConfig, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> reference.Qwen2:
+    """A decoder of this shape with random weights made on the device: for speed runs that need no meaning.
+
+    Matrices are normal with deviation 0.02 and norms are ones, so that activations stay finite in fp16.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in config.weight_shapes().items():
+        if len(shape) == 1 and name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            weights[name] = torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+    return reference.build(config, weights)
