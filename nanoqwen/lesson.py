@@ -87,7 +87,7 @@ def mode() -> str:
 
 
 def start(seed: int = 0, model: str | None = None) -> Setup:
-    """Set a notebook up: seeds, figure style; prints the machine, the mode, the versions and the model.
+    """Set a notebook up: seeds, figure style; prints the machine with its versions, the mode, the model.
 
     Args:
         seed: for Python, NumPy and PyTorch.
@@ -111,12 +111,12 @@ def start(seed: int = 0, model: str | None = None) -> Setup:
     rows = [
         ("machine", machine()),
         ("mode", f"{setup.mode}: {how}"),
-        ("versions", f"torch {torch.__version__}, numpy {np.__version__}, seed {seed}"),
         ("model", setup.model_name),
+        ("seed", seed),
     ]
     _display(
         "<table>" + "".join(f"<tr><th>{_escape(k)}</th>{_left(v)}</tr>" for k, v in rows) + "</table>",
-        "\n".join(f"{name:<9} {value}" for name, value in rows),
+        "\n".join(f"{name:<8} {value}" for name, value in rows),
     )
     return setup
 
