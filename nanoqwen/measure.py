@@ -15,8 +15,8 @@ import torch
 from nanoqwen import hardware
 from nanoqwen.generation import Sampler, generate, prefill
 from nanoqwen.hardware import Probe
+from nanoqwen.ledger import CeilingError, Ledger, below_ceiling, ledger, mbu
 from nanoqwen.reference import KVCache, Qwen2
-from nanoqwen.roofline import CeilingError, Ledger, below_ceiling, ledger, mbu
 from nanoqwen.timing import Paired, Percentiles, paired, percentiles, synchronize, time_calls
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "DecodeTiming",
     "Paired",
     "Percentiles",
+    "arrivals",
     "below_ceiling",
     "decode",
     "graph_decode",
@@ -141,12 +142,12 @@ def _peak_memory(device: torch.device) -> tuple[int | None, str]:
     return peak * (1 if sys.platform == "darwin" else 1024), "resident set of the whole process"
 
 
-def _arrivals(
-    model: Qwen2, prompt: Sequence[int], count: int, sampler: Sampler
+def arrivals(
+    model: Qwen2, prompt: Sequence[int], count: int, sampler: Sampler | None = None
 ) -> tuple[list[int], float, list[float]]:
-    """Decode; the tokens, the seconds to the first, and the seconds between the others."""
+    """Decode `count` tokens, whatever they are: the tokens, the seconds to the first, and those between the others."""
     device = model.lm_head.weight.device
-    sampler = replace(sampler)  # a fresh generator: every run draws the same tokens
+    sampler = replace(sampler or Sampler())  # a fresh generator: every run draws the same tokens
     synchronize(device)
     tokens, times = [], [time.perf_counter()]
     for token in generate(model, prompt, count, sampler, stop=()):  # int(token) waits for the device
@@ -184,12 +185,12 @@ def decode(
         raise ValueError(f"new_tokens is {new_tokens}; it must be at least 1")
     sampler = sampler or Sampler()
     for _ in range(warmup):
-        _arrivals(model, prompt_ids, min(new_tokens, 16), sampler)
+        arrivals(model, prompt_ids, min(new_tokens, 16), sampler)
     device = model.lm_head.weight.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    tokens, first, gaps = _arrivals(model, prompt_ids, new_tokens, sampler)
-    ttft = [first, *(_arrivals(model, prompt_ids, 1, sampler)[1] for _ in range(first_tokens))]
+    tokens, first, gaps = arrivals(model, prompt_ids, new_tokens, sampler)
+    ttft = [first, *(arrivals(model, prompt_ids, 1, sampler)[1] for _ in range(first_tokens))]
     timing = summarise(model, len(prompt_ids), tokens, ttft, gaps, probe=probe)
     check_last(model, prompt_ids, tokens, greedy=sampler.temperature == 0 and sampler.repetition_penalty == 1)
     return timing
