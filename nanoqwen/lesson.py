@@ -6,29 +6,29 @@ Everything shows as HTML in a notebook, light or dark, and as plain text elsewhe
 import html
 import inspect
 import math
-import os
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
 
 from nanoqwen.paths import REPO
-
-LABELS = ("measured", "recorded", "simulated", "counted")
+from nanoqwen.roofline import LABELS, OKABE_ITO
 
 # Mid-tones of the Okabe-Ito hues, each at least 4:1 on white and on JupyterLab's dark grey (tests/test_lesson.py).
-BLUE, GREEN, VERMILLION, PURPLE, GREY = "#2079b4", "#17805f", "#c25708", "#b0568a", "#757575"
+BLUE, GREEN, VERMILLION, PURPLE, GREY = "#2079b4", "#1a8562", "#c25708", "#b0568a", "#757575"
 
 # A white card with dark text reads on both themes; a transparent figure reads well on neither.
 FIGURE_STYLE = {
     "figure.figsize": (7.2, 3.8),
     "figure.dpi": 110,
     "savefig.dpi": 110,
-    "figure.facecolor": "white",
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#FFFFFF"),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#222222"),
     "figure.constrained_layout.use": True,
     "font.family": "sans-serif",
     "font.size": 11,
@@ -38,11 +38,11 @@ FIGURE_STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#dddddd",
+    "grid.color": "#DDDDDD",
+    "axes.prop_cycle": matplotlib.cycler(color=OKABE_ITO),
     "legend.frameon": False,
     "lines.linewidth": 2,
 }
-OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")
 
 
 class NotRight(AssertionError):
@@ -148,11 +148,11 @@ def reveal(key: str, measured: float | str, bound: float | None = None, label: s
     Args:
         measured: the answer, in the unit of the question.
         bound: what bytes over bandwidth, or the like, allows; None: no such bound.
-        label: measured, recorded, simulated or counted.
+        label: begins with measured, recorded, simulated or counted, such as `recorded: H200`.
 
     Raises:
         LookupError: no prediction of this name was made.
-        ValueError: a label that is none of the four, or an answer that is not finite.
+        ValueError: a label that begins with none of the four, or an answer that is not finite.
     """
     if key not in _predictions:
         raise LookupError(f"nothing was predicted as {key!r}; run its lesson.predict cell first")
@@ -269,7 +269,7 @@ def _compare(name: str, got: object, want: object, inputs: Sequence[object], rto
     share = int((error > rtol).sum())
     raise NotRight(
         f"{name}: {share:,} of {x.numel():,} values are off by more than {rtol:g}; "
-        f"the worst{where}: got {float(x[place]):.6g}, want {float(y[place]):.6g} (error {worst:.2g})"
+        f"the worst{where}: got {a[place].item():.10g}, want {b[place].item():.10g} (error {worst:.2g})"
     )
 
 
@@ -345,11 +345,11 @@ def table(
 
     Args:
         rows: dicts with the same keys; write the unit into the key, such as `GB/s`.
-        label: measured, recorded, simulated or counted; shown in the caption.
+        label: begins with measured, recorded, simulated or counted; shown in the caption.
         bold: says of a row whether it stands out.
 
     Raises:
-        ValueError: no rows, rows with different keys, or a label that is none of the four.
+        ValueError: no rows, rows with different keys, or a label that begins with none of the four.
     """
     if not rows:
         raise ValueError("the table has no rows")
@@ -385,30 +385,29 @@ def table(
 
 def _display(markup: str, text: str) -> None:
     """Show both forms in IPython, which picks one; print the text anywhere else."""
-    try:
-        from IPython import display, get_ipython
-    except ImportError:
-        get_ipython = lambda: None  # noqa: E731
-    if get_ipython() is None:
+    if _ipython() is None:
         print(text)
     else:
-        display.display({"text/html": markup, "text/plain": text}, raw=True)
+        from IPython.display import display
+
+        display({"text/html": markup, "text/plain": text}, raw=True)
 
 
-def _style_figures() -> None:
-    import matplotlib
-
-    matplotlib.rcParams.update(FIGURE_STYLE)
-    matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=OKABE_ITO)
+def _ipython():
+    """The running IPython shell, or None: in plain Python, or without the `lab` extra."""
     try:
         from IPython import get_ipython
     except ImportError:
-        return
-    shell = get_ipython()
+        return None
+    return get_ipython()
+
+
+def _style_figures() -> None:
+    shell = _ipython()
     if shell is not None and "IPKernelApp" in shell.config:
         # Figures belong under their cell, whatever MPLBACKEND says (Agg would swallow them).
         shell.run_line_magic("matplotlib", "inline")
-        matplotlib.rcParams.update(FIGURE_STYLE)
+    matplotlib.rcParams.update(FIGURE_STYLE)
 
 
 def _highlight(text: str, filename: str) -> str:
@@ -434,7 +433,7 @@ def _highlight(text: str, filename: str) -> str:
             Comment.Preproc: f"noitalic {VERMILLION}",
         }
 
-    cuda = os.path.splitext(filename)[1] in {".cu", ".cuh", ".h", ".hpp"}
+    cuda = Path(filename).suffix in {".cu", ".cuh", ".h", ".hpp"}
     lexer = CudaLexer() if cuda else get_lexer_for_filename(filename)
     # No background and no colour for plain text: both are the theme's.
     body = highlight(text, lexer, HtmlFormatter(style=Neutral, noclasses=True, nowrap=True))
@@ -446,8 +445,8 @@ def _folded(title: str, markup: str, text: str) -> None:
 
 
 def _check_label(label: str) -> None:
-    if label not in LABELS:
-        raise ValueError(f"label is {label!r}; it must be one of {', '.join(LABELS)}")
+    if re.split("[:,]", label)[0].strip() not in LABELS:
+        raise ValueError(f"label is {label!r}; it must begin with one of {', '.join(LABELS)}")
 
 
 def _escape(value: object) -> str:

@@ -51,6 +51,17 @@ HEADINGS = (
     ("What you learned", True),
     ("Next", True),
 )
+# Lessons to come, for the README: each gives way to its notebook.
+PLANNED = (
+    ("02", "Naive GEMV", "one thread per row: right, and slow for a reason that can be counted"),
+    ("03", "Coalesced GEMV", "warp per row, 16-byte loads, shuffles: the ladder to the bandwidth limit"),
+    ("04", "INT4 fused GEMV", "a quarter of the bytes: packing, and four ways to unpack"),
+    ("05", "Paged attention", "pages, online softmax, split-KV, and a barrier bug"),
+    ("06", "Graph capture", "hundreds of launches a token, then one"),
+    ("07", "The honest scoreboard", "the whole ladder beside what you would pick instead"),
+    ("08", "Dequantise or fuse?", "the batch size where compute takes over"),
+)
+SYLLABUS = ("<!-- syllabus: written by `make format` -->", "<!-- end of syllabus -->")
 WEIGHTS = ("none", "nanoqwen-tiny", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "qwen2.5-coder-7b")
 
 _ABSOLUTE = re.compile(r"(?<![\w.~])(?:/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\)")
@@ -281,6 +292,34 @@ def check(paths: Sequence[Path]) -> list[str]:
     return problems
 
 
+def syllabus(paths: Sequence[Path]) -> str:
+    """The README's table of lessons, in Markdown: those that are there, then those planned."""
+    lines = ["| # | lesson | what it shows | minutes, no GPU | minutes, GPU |", "|---|---|---|---|---|"]
+    for path in paths:
+        notebook = read(path)
+        name, claim = title(notebook)
+        lesson = notebook.metadata.get("nanoqwen", {})
+        minutes = " | ".join(f"{lesson.get(key, 0):g}" for key in ("minutes_cpu", "minutes_gpu"))
+        name = name.partition(" · ")[2]
+        lines.append(f"| {path.name[:2]} | [{name}](notebooks/{path.name}) | {claim.rstrip('.')} | {minutes} |")
+    there = {path.name[:2] for path in paths}
+    lines += [f"| {n} | {name} | {claim} | planned | |" for n, name, claim in PLANNED if n not in there]
+    return "\n".join(lines)
+
+
+def with_syllabus(readme: str, paths: Sequence[Path]) -> str:
+    """The README's text with its table of lessons brought up to date.
+
+    Raises:
+        ValueError: the markers between which the table stands are missing.
+    """
+    before, start, rest = readme.partition(SYLLABUS[0])
+    _, end, after = rest.partition(SYLLABUS[1])
+    if not start or not end:
+        raise ValueError(f"README.md lacks the lines {SYLLABUS[0]} and {SYLLABUS[1]}")
+    return f"{before}{start}\n{syllabus(paths)}\n{end}{after}"
+
+
 def _problems(path: Path, notebook: NotebookNode) -> list[str]:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [
@@ -421,6 +460,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in paths:
             notebook = canonical(read(path))
             write(path, stamped(notebook, args.gpu) if args.command == "stamp" else notebook)
+        if args.command == "format" and not args.notebooks:
+            readme = REPO / "README.md"
+            readme.write_text(with_syllabus(readme.read_text(encoding="utf-8"), paths), encoding="utf-8")
         return 0
     except ValueError as error:
         print(error, file=sys.stderr)
