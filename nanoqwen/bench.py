@@ -145,7 +145,7 @@ def _run(how: str, depth: int, timing: DecodeTiming) -> dict:
 
 def _saved(record: Record, folder: Path) -> Record:
     path = records.save(record, folder)
-    print(f"saved {path.parent.name}/{path.name}: {record}", flush=True)
+    print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
     return record
 
 
@@ -282,7 +282,6 @@ def bench_reference(
     print(f"{found.name}, {str(dtype).removeprefix('torch.')}, {where}, {len(prompt)} prompt tokens, {count} new ones")
     print(f"transformers {transformers.__version__}; {rounds} rounds, A B A B; seconds per token are the median gap")
     pairs, made = _side_by_side(model, hf_model, prompt, count, rounds)
-    print(pairs)
     print(f"tokens alike: {_agreed(made)} of {count}")
     return pairs
 

@@ -8,6 +8,7 @@ import inspect
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ import torch
 
 from nanoqwen.paths import REPO
 from nanoqwen.roofline import LABELS, OKABE_ITO
+
+# Progress bars work without Jupyter's widgets; the line that says so is no part of a lesson.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 # Mid-tones of the Okabe-Ito hues, each at least 4:1 on white and on JupyterLab's dark grey (tests/test_lesson.py).
 BLUE, GREEN, VERMILLION, PURPLE, GREY = "#2079b4", "#1a8562", "#c25708", "#b0568a", "#757575"

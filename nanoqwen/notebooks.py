@@ -9,6 +9,7 @@ import argparse
 import ast
 import datetime
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -98,13 +99,19 @@ def title(notebook: NotebookNode) -> tuple[str, str]:
 
 
 def read(path: Path) -> NotebookNode:
-    """Read a notebook.
+    """Read a notebook; cells without an id of their own get one, the same every time.
 
     Raises:
         ValueError: it is not a notebook.
     """
     try:
-        return nbformat.read(path, as_version=4)
+        raw, seen = json.loads(path.read_text(encoding="utf-8")), set()
+        for i, cell in enumerate(raw["cells"]):
+            if not cell.get("id") or cell["id"] in seen:
+                cell["id"] = hashlib.sha256(f"{i} {cell['source']}".encode()).hexdigest()[:8]
+            seen.add(cell["id"])
+        raw["nbformat_minor"] = max(raw["nbformat_minor"], 5)  # the first version whose cells have ids
+        return nbformat.reads(json.dumps(raw), as_version=4)
     except Exception as error:  # nbformat raises a different type for every defect
         raise ValueError(f"{path}: not a readable notebook ({error})") from None
 
@@ -214,8 +221,8 @@ def _html(notebook: NotebookNode, name: str) -> str:
 def canonical(notebook: NotebookNode) -> NotebookNode:
     """A copy in the form in which notebooks are committed.
 
-    nbformat 4.5, fixed metadata, a stable id for every cell, code formatted by ruff where ruff is installed, no
-    metadata on cells but tags. Outputs and the lesson's own metadata stay.
+    nbformat 4.5, fixed metadata, code formatted by ruff where ruff is installed, no metadata on cells but tags.
+    Outputs and the lesson's own metadata stay.
     """
     notebook = nbformat.from_dict(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
@@ -227,15 +234,11 @@ def canonical(notebook: NotebookNode) -> NotebookNode:
             "nanoqwen": lesson,
         }
     )
-    seen: set[str] = set()
-    for i, cell in enumerate(notebook.cells):
+    for cell in notebook.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
         cell.source = cell.source.strip("\n") if cell.cell_type == "code" else cell.source.strip()
         cell.pop("attachments", None)
-        if not cell.get("id") or cell["id"] in seen:
-            cell["id"] = hashlib.sha256(f"{i} {cell.source}".encode()).hexdigest()[:8]
-        seen.add(cell["id"])
     return _formatted(notebook)
 
 
