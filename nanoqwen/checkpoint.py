@@ -169,6 +169,11 @@ def _match(path: Path, config: ModelConfig, headers: dict) -> Checkpoint:
             del files[_HEAD], found[_HEAD]
         else:
             config = replace(config, tie_word_embeddings=False)
+    if config.num_hidden_layers > len(found):  # every layer has tensors
+        raise ValueError(
+            f"{path}: config.json says num_hidden_layers {config.num_hidden_layers}, but there are only "
+            f"{len(found)} tensors"
+        )
     wanted = config.weight_shapes()
     for name, shape in wanted.items():
         if name not in found:

