@@ -118,8 +118,9 @@ def default_dtype(device: str) -> str:
 
 
 def _read_prompt(prompt: str) -> str:
+    """The prompt, or standard input for `-`: UTF-8, whatever the locale says."""
     try:
-        return sys.stdin.buffer.read().decode() if prompt == "-" else (prompt.encode() and prompt)
+        return (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode("utf-8")
     except UnicodeError:
         raise ValueError("the prompt is not valid UTF-8 text") from None
 
@@ -128,7 +129,8 @@ def _generate(args: argparse.Namespace) -> int:
     if args.suffix is not None and not args.fim:
         raise ValueError("--suffix goes with --fim")
     prompt = _read_prompt(args.prompt)
-    parts = split_fill(prompt, args.suffix) if args.fim else None
+    suffix = None if args.suffix is None else os.fsencode(args.suffix).decode("utf-8")
+    parts = split_fill(prompt, suffix) if args.fim else None
     import torch
 
     from nanoqwen import generation, models
