@@ -7,7 +7,7 @@ a control token, a chat template in a sandbox, and a stream that never prints ha
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -131,7 +131,7 @@ class Tokenizer:
             raise ValueError("this tokenizer has no chat template: its model was not trained to chat; use encode()")
         if not messages:
             raise ValueError("messages is empty; give at least one, such as {'role': 'user', 'content': 'Hello'}")
-        shield = _Shield(list(self.special), repr(messages) + self.chat_template)
+        shield = _Shield(list(self.special), [*_strings(messages), self.chat_template])
         text = _characters(self._render(shield.cover(list(messages)), add_generation_prompt))
         # Find the template's own control tokens, then encode what lies between them as plain text: this is what
         # the library does too, so harmless messages get the same ids as from one encode(allow_special=True).
@@ -206,12 +206,14 @@ class _Shield:
     text nor another message can complete it.
     """
 
-    def __init__(self, special: list[str], everything: str):
-        self.special = sorted(special, key=len, reverse=True)
+    def __init__(self, special: list[str], texts: list[str]):
+        seen = set().union(*texts)
         # U+FDD0 and on: Unicode sets them aside as "noncharacters", so the first is nearly always free.
-        self.mark = next(c for c in map(chr, range(0xFDD0, 0x110000)) if c not in everything)
-        either = "|".join(map(re.escape, self.special)) or "(?!)"
-        self.whole = re.compile(either)
+        self.mark = next(c for c in map(chr, range(0xFDD0, 0x110000)) if c not in seen)
+        longest_first = sorted(special, key=len, reverse=True)
+        self.number = {text: chr(0xF0000 + n) for n, text in enumerate(longest_first)}
+        self.text = {number: text for text, number in self.number.items()}
+        self.whole = re.compile(_any(special))
         starts = {text[:n] for text in special for n in range(1, len(text))}
         ends = {text[n:] for text in special for n in range(1, len(text))}
         self.start = re.compile(f"({_any(starts)})(?=\\s*$)")
@@ -220,7 +222,7 @@ class _Shield:
     def cover(self, value):
         """`value` (strings, lists, mappings) with every special token in it hidden."""
         if isinstance(value, str):
-            value = self.whole.sub(lambda m: self.mark + chr(0xF0000 + self.special.index(m[0])), value)
+            value = self.whole.sub(lambda m: self.mark + self.number[m[0]], value)
             value = self.start.sub(rf"\1{self.mark}{_NOTHING}", value)
             return self.end.sub(rf"\1{self.mark}{_NOTHING}", value)
         if isinstance(value, Mapping):
@@ -229,13 +231,24 @@ class _Shield:
 
     def uncover(self, text: str) -> str:
         """The user's own text again."""
-        return re.sub(f"{self.mark}(.)", lambda m: "" if m[1] == _NOTHING else self.special[ord(m[1]) - 0xF0000], text)
+        return re.sub(f"{self.mark}({_any({*self.text, _NOTHING})})?", lambda m: self.text.get(m[1], ""), text)
 
 
 _NOTHING = chr(0xEFFFF)
 
 
-def _any(texts: set[str]) -> str:
+def _strings(value) -> Iterator[str]:
+    """Every string in a message: in its mappings' keys and values, and in its lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _any(texts: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
 
 

@@ -209,7 +209,7 @@ def test_a_missing_metadata_key_is_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"has no qwen2\.attention\.head_count"):
+    with pytest.raises(ValueError, match=r"has no qwen2\.block_count"):
         open_checkpoint(tmp_path / "toy.gguf")
 
 
