@@ -116,9 +116,8 @@ def plot_roofline(
     with rc_context(_STYLE):
         figure, axes = _axes(7.4, 4.4, title, label)
         for (slope, roof, style, name), ridge in zip(roofs, ridges, strict=True):
-            axes.plot([low, ridge, high], [low * slope, roof, roof], style, color="#222222", lw=1.6, label=name)
             text = f"{name}: {_si(slope)}B/s, {_si(roof)}FLOP/s, ridge {ridge:.0f} FLOP/B"
-            axes.lines[-1].set_label(text)
+            axes.plot([low, ridge, high], [low * slope, roof, roof], style, color="#222222", lw=1.6, label=text)
         axes.axvline(ridges[0], color="#999999", lw=0.8, ls=":")
         marks = "osD^vPX*"
         for i, p in enumerate(points):
@@ -159,7 +158,7 @@ def plot_ledger(
         raise ValueError(f"{len(names)} names for {len(ledgers)} ledgers")
     present = [kind for kind in KINDS if any(kind in ledger.by_kind() for ledger in ledgers)]
     with rc_context(_STYLE):
-        figure, axes = _axes(7.4, 1.5 + 0.55 * len(ledgers), title, label)
+        figure, axes = _axes(7.4, 1.8 + 0.45 * len(ledgers), title, label)
         left = [0.0] * len(ledgers)
         for kind in present:
             sizes = [ledger.by_kind().get(kind, 0) / 1e9 for ledger in ledgers]
@@ -182,7 +181,7 @@ def plot_ledger(
         axes.set_xlim(0, 1.15 * max(left))
         axes.set_xlabel("GB moved per token")
         axes.grid(True, axis="x", lw=0.6)
-        axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.32 if len(ledgers) < 3 else -0.2))
+        figure.legend(fontsize=8, ncols=5, loc="outside lower center")
     return figure
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from toys import random_weights
 
-from nanoqwen import hardware, measure, models
+from nanoqwen import hardware, measure
 from nanoqwen.config import ModelConfig
 from nanoqwen.generation import Sampler, generate
 from nanoqwen.hardware import Machine, Probe
 from nanoqwen.measure import CeilingError, check_last, decode, graph_decode, paired, percentiles, time_calls
+from nanoqwen.reference import build
 from nanoqwen.roofline import ledger
 
 TOY = ModelConfig(
@@ -24,7 +26,7 @@ PROMPT = [5, 250, 17, 99, 3, 42]
 
 @pytest.fixture
 def toy():
-    return models.random(TOY, torch.float32, "cpu")
+    return build(TOY, random_weights(TOY, bias=0.1))
 
 
 def machine_with(cache: int) -> Machine:
@@ -105,6 +107,7 @@ def test_one_contender_is_no_comparison():
 def test_decode_times_what_generate_makes_and_ignores_stop_tokens(toy):
     timing = decode(toy, PROMPT, 24)
     assert list(timing.tokens) == list(generate(toy, PROMPT, 24, stop=()))
+    assert len(set(timing.tokens)) > 12  # lively: a step that repeats itself would show
     assert timing.ttft.n == 1 and timing.tpot.n == 23
     # Steps 1 … 23 find 6 … 28 tokens in the cache.
     assert timing.mean_depth == sum(range(6, 29)) / 23

@@ -2,7 +2,8 @@
 
 import math
 
-import matplotlib
+import matplotlib.style
+import matplotlib.text
 import pytest
 import torch
 
