@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off (default)")
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU that is slow at it")
+    generate.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU without it")
     generate.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU where there is one)")
     generate.set_defaults(run=_generate)
 
@@ -109,12 +109,13 @@ def split_fill(prompt: str, suffix: str | None) -> tuple[str, str]:
 
 
 def default_dtype(device: str) -> str:
-    """bfloat16, but float32 on a CPU without bfloat16 instructions: it would convert each weight in software."""
+    """bfloat16; float32 on a CPU where PyTorch has no bfloat16 matrix product and would convert at every step."""
     import torch
 
-    if device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device != "cpu":
         return "bfloat16"
-    return "float32"
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bfloat16" if fast else "float32"
 
 
 def _read_prompt(prompt: str) -> str:
