@@ -95,6 +95,12 @@ def test_in_place_records_outputs_and_who_made_them(tmp_path):
     assert not list(tmp_path.glob("*.tmp")) and not (tmp_path / "build").exists()
 
 
+def test_what_was_printed_bit_by_bit_is_one_output(tmp_path):
+    source = SETUP + "\nfor word in ('a ', 'b ', 'c'):\n    print(word, end='', flush=True)\n    time.sleep(0.1)"
+    notebook, _ = notebooks.execute(lesson(tmp_path, code=(source,)))
+    assert [output.text for output in code(notebook).outputs] == ["ready\na b c"]
+
+
 def test_in_place_leaves_a_failing_lesson_as_it_was(tmp_path):
     path = lesson(tmp_path, code=(SETUP, "raise SystemError('no')"))
     before = path.read_bytes()
