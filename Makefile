@@ -36,9 +36,8 @@ lab: setup
 	@$(VENV) -m jupyter lab notebooks/00_the_machine.ipynb
 
 test: setup
-	@echo "test: the tests, then every notebook"
-	@$(VENV) -m pytest -q
-	@$(VENV) -m pytest -q --nbmake --nbmake-timeout=3600 notebooks
+	@echo "test: running the tests, then every notebook"
+	@$(VENV) -m pytest -q -rs --nbmake --nbmake-timeout=3600 tests notebooks
 
 format: setup
 	@echo "format: code, notebooks, README"
