@@ -1,5 +1,6 @@
 # Each target sets .venv up first, and again only when what it should hold has changed.
-# It needs Python 3.11 or newer, make, and a C++ compiler. `make PYTHON=python3.12 test` picks another Python.
+# It needs Python 3.11 or newer, make, and a C++ compiler. `make PYTHON=python3.12 test` picks another Python,
+# and LAB holds options of JupyterLab: `make lab LAB="--no-browser --allow-root"` in a container.
 
 PYTHON ?= python3
 VENV := .venv/bin/python
@@ -33,7 +34,7 @@ notebooks: setup
 
 lab: setup
 	@echo "lab: opening JupyterLab on the first notebook; Ctrl-C here stops it"
-	@$(VENV) -m jupyter lab notebooks/00_the_machine.ipynb
+	@$(VENV) -m jupyter lab $(LAB) notebooks/00_the_machine.ipynb
 
 test: setup
 	@echo "test: running the tests, then every notebook"
