@@ -479,9 +479,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     stdlib = args.stdlib or Path(sysconfig.get_path("stdlib"))
     train_files, valid_files = read_corpus(stdlib)
+    args.out.mkdir(parents=True, exist_ok=True)  # before the minutes of training, not after
     train_texts, valid_texts = list(train_files.values()), list(valid_files.values())
     train_bytes, valid_bytes = "".join(train_texts).encode(), "".join(valid_texts).encode()
     print(f"corpus: {len(train_files):,} files, {len(train_bytes):,} bytes; "
@@ -542,4 +542,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
