@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -235,6 +235,13 @@ class Probe:
     def rate(self) -> float:
         """Bytes/s or FLOP/s."""
         return self.amount / self.best
+
+    def at_least(self, rate: float) -> "Probe":
+        """This ceiling, raised to a `rate` that something else was seen to reach.
+
+        On a machine that others use too, a CPU's probe is only a lower bound of what it can do.
+        """
+        return self if rate <= self.rate else replace(self, best=self.amount / rate)
 
     def __str__(self) -> str:
         rate, unit = self.rate / 1e9, "GB/s" if self.unit == "B" else "GFLOP/s"
