@@ -143,7 +143,8 @@ COMMON_FLAGS = [
     "-std=c++17",
     "-fPIC",
     "-w",
-    "-g1",
+    "-g1",  # lines only
+    "-gdwarf-4",  # some assemblers mix up the file names of version 5
     # A fused multiply-add rounds once, as on the GPU, where the kernel writes fmaf, and nowhere else.
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -293,6 +294,10 @@ class _Buffer(ctypes.Structure):
     ]
 
 
+class _SharedVariable(ctypes.Structure):
+    _fields_ = [("offset", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("guard", ctypes.c_uint64)]
+
+
 class _LaunchRequest(ctypes.Structure):
     _fields_ = [
         ("entry", ctypes.c_void_p),
@@ -312,6 +317,8 @@ class _LaunchRequest(ctypes.Structure):
         ("pictures", ctypes.c_uint32),
         ("time_limit", ctypes.c_double),
         ("spin_limit", ctypes.c_uint64),
+        ("shared", ctypes.POINTER(_SharedVariable)),
+        ("shared_count", ctypes.c_uint64),
     ]
 
 
@@ -466,6 +473,7 @@ class Module:
         self.token = "/kernel/" + (re.sub(r"[^\w.]+", "-", Path(filename).name) or "kernel.cu")
         self._builds: dict[bool, Path] = {}
         self._places: dict[tuple[bool, int], tuple[str, int] | None] = {}
+        self._shared: list[tuple[str, int, int]] | None = None
 
     def __getitem__(self, name: str) -> Kernel:
         if name not in self.names:
@@ -531,6 +539,12 @@ class Module:
             del self._builds[observed]
             return _load(self.build(observed))
 
+    def shared_variables(self) -> list[tuple[str, int, int]]:
+        """(name, offset, bytes) of the `__shared__` variables of the observed build, from its symbol table."""
+        if self._shared is None:
+            self._shared = _thread_local_symbols(self.build(True))
+        return self._shared
+
     def place(self, pc: int, observed: bool) -> tuple[str, int] | None:
         """File and line of an address in the machine code; the kernel's own line if it was in a helper there."""
         return self.places([pc], observed).get(pc)
@@ -592,6 +606,18 @@ def _symbolise(path: Path, base: int, pcs: Sequence[int]) -> dict[int, list[tupl
         elif found := re.match(r"(.*):(\d+)", row):
             current.append((found[1], int(found[2])))
     return chains
+
+
+def _thread_local_symbols(path: Path) -> list[tuple[str, int, int]]:
+    tool = shutil.which("readelf")
+    if not tool or sys.platform == "darwin":
+        return []
+    done = subprocess.run([tool, "-sWC", str(path)], capture_output=True, text=True)
+    found = {}
+    for row in done.stdout.splitlines():
+        if match := re.match(r"\s*\d+: ([0-9a-f]+)\s+(\S+) TLS +\S+ +\S+ +\d+ (.+)$", row):
+            found[int(match[1], 16), match[3]] = int(match[2], 0)
+    return [(name, offset, size) for (offset, name), size in sorted(found.items())]
 
 
 def _symbolise_mac(path: Path, base: int, pcs: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
@@ -794,6 +820,11 @@ class Kernel:
         request.pictures = observation.pictures if observation else 0
         request.time_limit = float(os.environ.get("NANOQWEN_SIMT_TIME_LIMIT", "60"))
         request.spin_limit = 20_000
+        if observed:
+            symbols = self.module.shared_variables()
+            rows = [_SharedVariable(at, size, name.startswith("guard variable")) for name, at, size in symbols]
+            variables = (_SharedVariable * max(1, len(rows)))(*rows)
+            request.shared, request.shared_count = ctypes.cast(variables, ctypes.POINTER(_SharedVariable)), len(rows)
         machine = _machine()
         answer = machine.simt_launch(ctypes.byref(request))
         if not answer:
@@ -824,7 +855,8 @@ class Kernel:
             file = item.get("file")
             return (file.replace(module.token, module.filename) if file else None), item.get("line")
 
-        return [Finding.read(item, where, module.source_line, names, self.name) for item in raw]
+        shared = _plain_names(module.shared_variables()) if observed else []
+        return [Finding.read(item, where, module.source_line, names, shared, self.name) for item in raw]
 
     def _report(self, observation, raw, findings, table, grid, block) -> None:
         places = self.module.places([site["pc"] for site in raw["sites"]], True)
@@ -836,8 +868,14 @@ class Kernel:
             places=places,
             findings=findings,
             buffers=table.described(),
+            shared=_plain_names(self.module.shared_variables()),
             source=(self.module.filename, self.module.first_line, self.module.text),
         )
+
+
+def _plain_names(symbols: Sequence[tuple[str, int, int]]) -> list[str]:
+    """`tile` for `gemv(float const*, ...)::tile`."""
+    return [re.sub(r"\.\d+$", "", name.split("::")[-1].strip()) for name, *_ in symbols]
 
 
 class _BufferTable:

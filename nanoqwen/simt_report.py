@@ -47,12 +47,16 @@ class Finding:
         where: Callable[[dict], tuple[str | None, int | None]],
         source_line: Callable[[str | None, int | None], str | None],
         buffers: Sequence[str],
+        shared: Sequence[str],
         kernel: str,
     ) -> Finding:
         """From the machine's own record."""
         file, line = where(item)
         index = item.get("buffer", -1)
         buffer = f"`{buffers[index]}`" if 0 <= index < len(buffers) else None
+        in_shared = None
+        if index == -1 and "offset" in item:
+            in_shared = f"shared `{shared[item['shared']]}`" if "shared" in item else "shared memory"
         other = other_line = None
         if "other" in item:
             other_file, other_line = where(item["other"])
@@ -74,7 +78,7 @@ class Finding:
             thread=tuple(item["thread"]) if "thread" in item else None,
             lane=item.get("lane"),
             warp=item.get("warp"),
-            buffer=buffer.strip("`") if buffer else "shared memory" if index == -1 and "offset" in item else None,
+            buffer=buffer.strip("`") if buffer else in_shared,
             offset=item.get("offset"),
             other=other,
             other_line=other_line,
@@ -223,7 +227,7 @@ class Report:
         """No observer found anything."""
         return not self.findings
 
-    def add_launch(self, kernel, grid, block, sites, places, findings, buffers, source) -> None:
+    def add_launch(self, kernel, grid, block, sites, places, findings, buffers, shared, source) -> None:
         """Adds what one observed launch counted (called by `Kernel.launch`)."""
         filename, first_line, text = source
         self._sources[filename] = (first_line, text)
@@ -241,7 +245,8 @@ class Report:
                 if space == "shared" and how == "async copy":
                     continue  # the landing of a copy, counted where it reads
                 self._lines[key] = entry
-            names = tuple(name for i, (name, _) in enumerate(buffers) if site["buffers"] >> i & 1)
+            known = [name for name, _ in buffers] if space == "global" else shared
+            names = tuple(name for i, name in enumerate(known) if site["buffers"] >> i & 1)
             entry.buffers += tuple(n for n in names if n not in entry.buffers)
             entry.requests += site["requests"]
             entry.lanes += site["lanes"]
@@ -250,7 +255,7 @@ class Report:
             entry.wavefronts += site["wavefronts"]
             entry.least_wavefronts += site["least_wavefronts"]
             for p in site["pictures"]:
-                name = buffers[p["buffer"]][0] if 0 <= p["buffer"] < len(buffers) else "shared memory"
+                name = known[p["buffer"]] if 0 <= p["buffer"] < len(known) else "shared memory"
                 offsets = {int(lane): at for lane, at in p["lanes"].items()}
                 picture = Picture(tuple(p["block"]), p["warp"], p["repetition"], name, site["bytes"], offsets)
                 entry.pictures.append(picture)

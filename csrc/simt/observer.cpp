@@ -228,8 +228,21 @@ class TheObserver final : public Observer {
                                 std::to_string(uintptr_t(other_pc)));
     }
     std::string at_json(int region, u64 offset, u32 bytes) {
+        if (region < 0) {
+            int v = variable(offset);
+            if (v < 0) return ",\"buffer\":-1,\"offset\":" + std::to_string(offset);
+            return ",\"buffer\":-1,\"shared\":" + std::to_string(v) +
+                   ",\"offset\":" + std::to_string(offset - launch->request.shared[v].offset);
+        }
         return ",\"buffer\":" + std::to_string(region) + ",\"offset\":" + std::to_string(offset) +
                ",\"bytes\":" + std::to_string(bytes);
+    }
+
+    int variable(u64 offset) const {
+        const LaunchRequest& q = launch->request;
+        for (u64 i = 0; i < q.shared_count; ++i)
+            if (offset >= q.shared[i].offset && offset < q.shared[i].offset + q.shared[i].bytes) return int(i);
+        return -1;
     }
 
     [[noreturn]] void wild(Fiber* f, uintptr_t a, u32 bytes, Access how, const void* pc) {
@@ -500,8 +513,7 @@ class TheObserver final : public Observer {
                             : "reads an element of {buffer} that the kernel has not written (it is an output: "
                               "undefined before the launch)",
                      sites[s].pc, at_json(region, offset, bytes));
-                c.write = me;  // say it once
-                c.write.site |= kIsAtomic;
+                (write ? c.write : c.read) = me;
                 continue;
             }
             bool both_atomic = relaxed && (c.write.site & kIsAtomic);
@@ -547,9 +559,18 @@ class TheObserver final : public Observer {
                 w->in_machine = 0;
                 abandon();
             }
+            int v = variable(offset);
+            if (v >= 0 && launch->request.shared[v].guard) return;
+            if (launch->request.shared_count &&
+                (v < 0 || offset + bytes > launch->request.shared[v].offset + launch->request.shared[v].bytes)) {
+                find(f, "memcheck", "outside the shared arrays",
+                     "touches shared memory that belongs to no __shared__ variable", pc, at_json(-1, offset, bytes));
+                w->in_machine = 0;
+                abandon();
+            }
             if (must_align && offset % bytes) misaligned(f, offset, bytes, pc, -1, offset, how);
             u32 s = site(pc, kShared, how, bytes);
-            gather(f, s, offset, ~0u);
+            gather(f, s, offset, v < 0 ? ~0u : u32(v));
             remember(f, f->block->record->shared, -1, offset, bytes, how, relaxed, s, true);
             return;
         }

@@ -328,6 +328,9 @@ static void report_deadlock(const std::vector<Block*>& blocks, bool spinning) {
             u32 here_now = come(f->warp, f->mask, f->op), missing = f->mask & f->warp->alive & ~here_now;
             snprintf(text, sizeof text, "in %s with the mask 0x%08x; lanes 0x%08x never come", op_name(f->op),
                      f->mask, missing);
+            if (!spinning)
+                finding(f, "synccheck", "mask names lanes that never come",
+                        std::string("waits ") + text + ": each lane that a mask names must call it");
         } else if (f->state == kInBarrier && f->barrier_id == 0)
             snprintf(text, sizeof text, "at __syncthreads(), which %u of %u threads have reached",
                      f->block->arrived[0], f->block->alive);

@@ -25,6 +25,10 @@ struct Buffer {
     u32 flags;          // 1: only read (const in the kernel), 2: an output, undefined before the launch
     u32 pad;
 };
+struct SharedVariable {  // one __shared__ array, from the symbol table
+    u64 offset, bytes;
+    u64 guard;  // 1: not the kernel's: g++ makes a flag beside arrays of classes that "have been constructed"
+};
 struct LaunchRequest {
     const Entry* entry;
     void* (*touch_shared)(void** dynamic);  // makes this OS thread's copy exist; returns an address inside it
@@ -42,6 +46,8 @@ struct LaunchRequest {
     u32 pictures;     // how many requests of each program point keep their lanes' addresses
     double time_limit;  // seconds that one thread may run without reaching a barrier or an end
     u64 spin_limit;
+    const SharedVariable* shared;
+    u64 shared_count;
 };
 
 enum State : u8 { kReady, kSpinning, kInWarp, kInBarrier, kInMbarrier, kDone };
