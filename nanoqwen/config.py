@@ -40,6 +40,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} is {value!r}; it must be a whole number of at least 1")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ValueError(f"config: tie_word_embeddings is {self.tie_word_embeddings!r}; it must be true or false")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"config: num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -52,11 +54,14 @@ class ModelConfig:
                     f"{self.num_attention_heads}, and no head_dim is given"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_dim % 2:
-            raise ValueError(f"config: head_dim {self.head_dim} is odd; rotary embedding turns pairs")
+        if not isinstance(self.head_dim, int) or self.head_dim < 1 or self.head_dim % 2:
+            raise ValueError(
+                f"config: head_dim is {self.head_dim!r}; it must be even and positive: rotary embedding turns pairs"
+            )
         for name in ("rms_norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"config: {name} is {getattr(self, name)!r}; it must be positive")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"config: {name} is {value!r}; it must be a positive number")
         for token in self.eos_token_id:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"config: eos_token_id {token} is outside the vocabulary of {self.vocab_size}")
@@ -86,6 +91,9 @@ class ModelConfig:
             raise ValueError(f"{where}: hidden_act is {act!r}; Qwen2's is 'silu'")
         if values.get("use_sliding_window"):
             raise ValueError(f"{where}: use_sliding_window is true; nanoqwen attends to the whole context")
+        for key in ("quantization_config", "rope_scaling", "rope_parameters"):
+            if not isinstance(values.get(key), Mapping | None):
+                raise ValueError(f"{where}: {key} is {values[key]!r}; it must be an object or null")
         if values.get("quantization_config"):
             method = values["quantization_config"].get("quant_method", "unknown")
             raise ValueError(
@@ -102,8 +110,7 @@ class ModelConfig:
         # Qwen2's own default in the field's home; files leave out what is default.
         known.setdefault("rope_theta", 10000.0)
         known.setdefault("num_key_value_heads", values.get("num_attention_heads"))
-        eos = values.get("eos_token_id")
-        known["eos_token_id"] = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        known["eos_token_id"] = _stop_tokens(values, where)
         needed = [name for name in list(cls.__dataclass_fields__)[:6] if known.get(name) is None]
         if needed:
             raise ValueError(f"{where}: {', '.join(needed)} missing")
@@ -116,18 +123,14 @@ class ModelConfig:
     def read(cls, path: str | Path) -> "ModelConfig":
         """Read a `config.json`, with the stop tokens of a `generation_config.json` beside it where there is one."""
         path = Path(path)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: holds a {type(values).__name__}, not an object")
-        config = cls.from_dict(values, where=str(path))
+        config = cls.from_dict(_read_object(path), where=str(path))
         generation = path.with_name("generation_config.json")
         if generation.is_file():
-            eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-            more = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-            config = replace(config, eos_token_id=tuple(dict.fromkeys((*more, *config.eos_token_id))))
+            more = _stop_tokens(_read_object(generation), str(generation))
+            try:
+                config = replace(config, eos_token_id=tuple(dict.fromkeys((*more, *config.eos_token_id))))
+            except ValueError as error:
+                raise ValueError(f"{generation}: {error}") from None
         return config
 
     def to_dict(self) -> dict:
@@ -158,6 +161,25 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+
+def _read_object(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds a {type(values).__name__}, not an object")
+    return values
+
+
+def _stop_tokens(values: Mapping, where: str) -> tuple[int, ...]:
+    """`eos_token_id`, which files give as a number, as a list, as null or not at all."""
+    eos = values.get("eos_token_id")
+    tokens = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+    if any(not isinstance(token, int) or isinstance(token, bool) for token in tokens):
+        raise ValueError(f"{where}: eos_token_id is {eos!r}; it must be a token id, a list of them, or null")
+    return tuple(tokens)
 
 
 def _coder(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> ModelConfig:

@@ -28,8 +28,9 @@ class Sampler:
 
     def __post_init__(self):
         for name, ok, want in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            # Logits divided by less would overflow to inf, and inf - inf is NaN.
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < float("inf"), "0 (greedy), or 1e-6 up"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number: 0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
         ):
@@ -40,7 +41,8 @@ class Sampler:
     def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
         """logits (tokens) and the token ids `seen` so far → the chosen id (1)."""
         if self.repetition_penalty != 1:
-            logits, old = logits.clone(), logits[seen]
+            logits = logits.to(torch.float32, copy=True)  # in bf16 a penalty of 1.01 would often round away
+            old = logits[seen]
             logits[seen] = torch.where(old > 0, old / self.repetition_penalty, old * self.repetition_penalty)
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
@@ -84,8 +86,8 @@ def generate(
     stop = set(config.eos_token_id if stop is None else stop)
     if not len(prompt):
         raise ValueError("the prompt is empty; give at least one token")
-    if bad := [t for t in prompt if not 0 <= t < config.vocab_size]:
-        raise ValueError(f"prompt token {bad[0]} is outside the vocabulary of {config.vocab_size}")
+    if bad := [int(t) for t in prompt if not 0 <= t < model.num_tokens]:
+        raise ValueError(f"prompt token {bad[0]} is outside the vocabulary of {model.num_tokens}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
     if len(prompt) + max_new_tokens > config.max_position_embeddings:
@@ -102,7 +104,7 @@ def _decode(model: Qwen2, prompt: Sequence[int], count: int, sampler: Sampler, s
         return
     weight = model.lm_head.weight
     cache = KVCache(model.config, len(prompt) + count, dtype=weight.dtype, device=weight.device)
-    seen = torch.tensor(prompt, device=weight.device)
+    seen = torch.as_tensor(prompt, device=weight.device)
     logits = prefill(model, seen, cache)
     for step in range(count):
         token = sampler(logits[: model.num_tokens], seen)  # (1)

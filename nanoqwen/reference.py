@@ -28,7 +28,8 @@ class RMSNorm(nn.Module):
 def rope_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotation angles of `positions` (T): two tensors (T, D)."""
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device).float()
-    angles = positions.float()[:, None] * config.rope_theta ** -(pairs / config.head_dim)  # (T, D/2)
+    # 1 / θ^x and not θ^-x: their last bits differ, and thousands of positions on that shows in the logits.
+    angles = positions.float()[:, None] * (1.0 / config.rope_theta ** (pairs / config.head_dim))  # (T, D/2)
     angles = torch.cat((angles, angles), dim=-1)  # (T, D)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

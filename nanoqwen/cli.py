@@ -1,0 +1,236 @@
+"""The command line: `nanoqwen doctor | fetch | generate | bench | record`.
+
+Text goes to standard output, everything about it (times, progress, errors) to standard error. What the user can mend is
+one line and exit status 2, never a traceback.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+FILL = "<FILL>"
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status."""
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a C locale must not stop us from printing an é
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`): nothing to say, and nothing to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(f"nanoqwen {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanoqwen", description="Qwen2.5-Coder, from PyTorch to the bandwidth limit.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="check this machine: one line each, [ok] or [fix] with the command")
+    doctor.set_defaults(run=_doctor)
+
+    fetch = commands.add_parser("fetch", help="download a model's weights; goes on where it stopped")
+    fetch.add_argument("name", help="qwen2.5-coder-0.5b, qwen2.5-coder-1.5b or qwen2.5-coder-7b")
+    fetch.add_argument("--source", metavar="PATH", help="take it from this folder or GGUF file instead of the network")
+    fetch.set_defaults(run=_fetch)
+
+    generate = commands.add_parser("generate", help="complete code, streaming; times at the end")
+    generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    generate.add_argument("--model", help="a name, a Hugging Face folder or a GGUF file (default: the 0.5B, else tiny)")
+    form = generate.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="the prompt is a message to the assistant")
+    form.add_argument(
+        "--fim", action="store_true", help=f"fill in the middle: at {FILL} in the prompt, or before --suffix"
+    )
+    generate.add_argument("--suffix", help="what comes after the gap, with --fim")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off (default)")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU without it")
+    generate.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU where there is one)")
+    generate.set_defaults(run=_generate)
+
+    bench = commands.add_parser("bench", help="compare, side by side, on this machine")
+    bench.add_argument("name", nargs="?", help="which; none: list them")
+    bench.add_argument("--model", help="as for generate")
+    bench.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
+    bench.set_defaults(run=_bench)
+
+    record = commands.add_parser("record", help="measure this GPU into data/records")
+    record.add_argument("name", nargs="?", help="which; none: list them")
+    record.add_argument("--check", action="store_true", help="say which records are older than what they describe")
+    record.set_defaults(run=_record)
+    return parser
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from nanoqwen.doctor import diagnose, report
+
+    return report(diagnose())
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from nanoqwen.fetch import fetch
+
+    print(fetch(args.name, source=args.source))
+    return 0
+
+
+def split_fill(prompt: str, suffix: str | None) -> tuple[str, str]:
+    """What stands before and after the gap.
+
+    Raises:
+        ValueError: no gap, more than one, or a marker and a suffix.
+    """
+    marks = prompt.count(FILL)
+    if suffix is not None and marks:
+        raise ValueError(f"the prompt holds {FILL} and --suffix is given; use one of them")
+    if suffix is not None:
+        return prompt, suffix
+    if marks != 1:
+        raise ValueError(f"the prompt holds {FILL} {marks} times; --fim wants it once, or --suffix")
+    before, _, after = prompt.partition(FILL)
+    return before, after
+
+
+def default_dtype(device: str) -> str:
+    """bfloat16; float32 on a CPU where PyTorch has no bfloat16 matrix product and would convert at every step."""
+    import torch
+
+    if device != "cpu":
+        return "bfloat16"
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bfloat16" if fast else "float32"
+
+
+def _read_prompt(prompt: str) -> str:
+    """The prompt, or standard input for `-`: UTF-8, whatever the locale says."""
+    try:
+        return (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode("utf-8")
+    except UnicodeError:
+        raise ValueError("the prompt is not valid UTF-8 text") from None
+
+
+def _generate(args: argparse.Namespace) -> int:
+    if args.suffix is not None and not args.fim:
+        raise ValueError("--suffix goes with --fim")
+    prompt = _read_prompt(args.prompt)
+    suffix = None if args.suffix is None else os.fsencode(args.suffix).decode("utf-8")
+    parts = split_fill(prompt, suffix) if args.fim else None
+    import torch
+
+    from nanoqwen import generation, models
+
+    sampler = generation.Sampler(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(f"--device {device}: there is no such device here; use cpu")
+    model, tokenizer = models.load(args.model, getattr(torch, args.dtype or default_dtype(device)), device)
+    stop = set(model.config.eos_token_id) | set(tokenizer.eos_ids)
+    if parts:
+        ids = tokenizer.fim(*parts)
+        # A model that is done with the gap goes on with the next file's marks.
+        stop |= {
+            i for text, i in tokenizer.special.items() if "fim_" in text or text in ("<|file_sep|>", "<|repo_name|>")
+        }
+    elif args.chat:
+        ids = tokenizer.chat([{"role": "user", "content": prompt}])
+    else:
+        ids = tokenizer.encode(prompt)
+    tokens = generation.generate(model, ids, args.max_new_tokens, sampler, sorted(stop))
+    if not (args.chat or args.fim):
+        print(prompt, end="", flush=True)
+    times, status = _stream(tokens, tokenizer, stop)
+    print(_speed(model, len(ids), times), file=sys.stderr)
+    return status
+
+
+def _stream(tokens, tokenizer, stop: set[int]) -> tuple[list[float], int]:
+    """Print tokens as they come; return the seconds that each took, and the exit status."""
+    text, times, status = tokenizer.stream(skip_special=True), [], 0
+    try:
+        started = time.perf_counter()
+        for token in tokens:
+            now = time.perf_counter()
+            times.append(now - started)
+            started = now
+            if token not in stop:
+                print(text.put(token), end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+    print(text.end(), flush=True)
+    return times, status
+
+
+def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
+    """TTFT, TPOT and MBU, in words. The first token waits for the whole prompt; each later one is a decode step."""
+    from nanoqwen.hardware import read_ceiling
+    from nanoqwen.ledger import CeilingError, ledger, mbu
+    from nanoqwen.timing import percentiles
+
+    if not times:
+        return "no token was generated"
+    weight = model.lm_head.weight
+    words = f"TTFT {1e3 * times[0]:.1f} ms for {prompt_tokens} prompt tokens"
+    if len(times) < 2:
+        return words
+    tpot = percentiles(times[1:]).p50
+    depth = prompt_tokens + len(times) // 2
+    nbytes = ledger(model.config, weight.dtype, depth).total
+    words += f" · TPOT {1e3 * tpot:.2f} ms (median of {len(times) - 1}), {1 / tpot:.1f} tokens/s"
+    words += f" · {nbytes / 1e6:,.0f} MB a token at {nbytes / tpot / 1e9:.1f} GB/s"
+    ceiling = read_ceiling(weight.device).rate
+    try:
+        return words + f" · MBU {100 * mbu(nbytes, tpot, ceiling):.0f} % of the {ceiling / 1e9:.1f} GB/s read probe"
+    except CeilingError:
+        return words + f" · above the {ceiling / 1e9:.1f} GB/s read probe: the cache holds what a token reads; no MBU"
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import torch
+
+    from nanoqwen.bench import BENCHES
+
+    options = {"name": args.model, "dtype": getattr(torch, args.dtype) if args.dtype else None}
+    return _named("bench", args.name, BENCHES, {key: value for key, value in options.items() if value is not None})
+
+
+def _record(args: argparse.Namespace) -> int:
+    if args.check:
+        from nanoqwen import records
+
+        stale = records.check()
+        print("\n".join(map(str, stale)) or "every record describes the sources as they are")
+        return int(bool(stale))
+    from nanoqwen.bench import RECORDS
+
+    return _named("record", args.name, RECORDS, {})
+
+
+def _named(kind: str, name: str | None, table: Mapping[str, Callable], options: dict) -> int:
+    if name is None:
+        print("\n".join(table))
+        return 0
+    if name not in table:
+        raise ValueError(f"there is no {kind} {name!r}; there are: {', '.join(table)}")
+    print(table[name](**options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
