@@ -7,7 +7,7 @@
 // Sums:       fp32, whatever the type of w, x and y.
 //
 //   gemv_coalesced    a warp for each row: 32 lanes read 32 neighbours
-//   gemv_vectorized   the same, 16 bytes a lane
+//   gemv_vectorized   the same, 16 bytes a lane: fewer, wider requests
 //   gemv_unrolled     the same, four loads in flight before the first is used
 //   gemv_rows         the same, two rows a warp: x is read once for both
 //   gemv              lanes per row, loads in flight and rows at a time chosen for the shape
@@ -75,4 +75,81 @@ __global__ void gemv_unrolled(const T* w, const T* x, T* y, int rows, int cols) 
     }
     sum = warp_sum(sum);
     if (lane == 0) y[row] = from_float<T>(sum);
+}
+
+// Step 4. Changed: a warp takes two rows at once, so that each pack of x serves two packs of w. The last
+// row of an odd matrix is read twice and stored once, which keeps the loop free of a branch.
+template <typename T>
+__global__ void gemv_rows(const T* w, const T* x, T* y, int rows, int cols) {
+    constexpr int ROWS = 2;
+    constexpr int LOADS = 4;
+    const int lane = threadIdx.x % 32;
+    const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32 * ROWS;
+    if (row >= rows) return;
+    constexpr int N = Pack<T>::size;
+    float sum[ROWS] = {};
+    for (int k0 = lane * N; k0 < cols; k0 += LOADS * 32 * N) {
+        Pack<T> packs[ROWS][LOADS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const T* w_row = w + static_cast<size_t>(min(row + r, rows - 1)) * cols;
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const int k = k0 + i * 32 * N;
+                packs[r][i] = k < cols ? stream_pack(w_row + k) : zero_pack<T>();
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int k = k0 + i * 32 * N;
+            if (k >= cols) break;
+            const Pack<T> xs = load_pack(x + k);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) sum[r] = dot(packs[r][i], xs, sum[r]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        sum[r] = warp_sum(sum[r]);
+        if (lane == 0 && row + r < rows) y[row + r] = from_float<T>(sum[r]);
+    }
+}
+
+// Step 5. Changed: how many lanes share a row and how many loads each has in flight are chosen for the
+// shape (nanoqwen/kernels/gemv.py says how). A matrix of few rows gives a warp each too little to fill
+// the GPU, so up to four warps share one; then the loads are as many as the row has for each lane, and a
+// row costs one round trip to memory. Blocks of 128 threads, 128 / LANES rows each.
+template <typename T, int LANES, int LOADS>
+__global__ void __launch_bounds__(128) gemv(const T* __restrict__ w, const T* __restrict__ x, T* y, int rows, int cols) {
+    constexpr int N = Pack<T>::size;
+    constexpr int WARPS = LANES / 32;  // of one row
+    const int lane = threadIdx.x % LANES;
+    const int row = blockIdx.x * (128 / LANES) + threadIdx.x / LANES;
+    float sum = 0.0f;
+    if (row < rows) {  // no early return: where WARPS > 1, all threads must reach the barrier
+        const T* w_row = w + static_cast<size_t>(row) * cols;
+        for (int k0 = lane * N; k0 < cols; k0 += LOADS * LANES * N) {
+            Pack<T> packs[LOADS];
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const int k = k0 + i * LANES * N;
+                packs[i] = k < cols ? stream_pack(w_row + k) : zero_pack<T>();
+            }
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const int k = k0 + i * LANES * N;
+                if (k < cols) sum = dot(packs[i], load_pack(x + k), sum);
+            }
+        }
+    }
+    sum = warp_sum(sum);
+    if constexpr (WARPS > 1) {
+        __shared__ float partial[128 / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) sum += partial[threadIdx.x / LANES * WARPS + i];
+    }
+    if (lane == 0 && row < rows) y[row] = from_float<T>(sum);
 }

@@ -51,6 +51,7 @@ __all__ = [
     "Totals",
     "compile",
     "compiler",
+    "launch_shape",
     "observe",
     "observing",
 ]
@@ -652,6 +653,29 @@ def _triple(what: str, value: int | Sequence[int], limits: Sequence[int]) -> tup
     return full
 
 
+def launch_shape(
+    grid: int | Sequence[int], block: int | Sequence[int], shared_bytes: int = 0, shared_limit: int = SHARED_LIMIT
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The grid and the block as triples, checked against CUDA's limits.
+
+    Raises:
+        TypeError, ValueError: a size that no GPU would launch; the message names it and its limit.
+    """
+    if type(grid) is int and type(block) is int and grid > 0 and 0 < block <= THREADS_LIMIT:
+        grid3, block3 = (grid, 1, 1), (block, 1, 1)  # the usual launch, at little cost
+        if grid > GRID_LIMIT[0]:
+            raise ValueError(f"grid.x is {grid}; the limit is {GRID_LIMIT[0]}")
+    else:
+        grid3 = _triple("grid", grid, GRID_LIMIT)
+        block3 = _triple("block", block, BLOCK_LIMIT)
+    threads = block3[0] * block3[1] * block3[2]
+    if threads > THREADS_LIMIT:
+        raise ValueError(f"block {block3} has {threads} threads; the limit is {THREADS_LIMIT}")
+    if not 0 <= shared_bytes <= shared_limit:
+        raise ValueError(f"shared_bytes is {shared_bytes}; it must be 0 to {shared_limit}")
+    return grid3, block3
+
+
 def _memory(value: Any) -> tuple[int, int, int] | None:
     """(address, bytes, offset in its storage) of a torch CPU tensor or a numpy array; None for anything else."""
     if isinstance(value, np.ndarray):
@@ -757,14 +781,7 @@ class Kernel:
             ValueError, TypeError: the launch would be refused by a GPU, or an argument does not fit; nothing has run.
             LaunchError: the kernel could not go on (deadlock, bad mask, crash).
         """
-        grid3 = _triple("grid", grid, GRID_LIMIT)
-        block3 = _triple("block", block, BLOCK_LIMIT)
-        threads = block3[0] * block3[1] * block3[2]
-        if threads > THREADS_LIMIT:
-            raise ValueError(f"block {block3} has {threads} threads; the limit is {THREADS_LIMIT}")
-        limit = min(shared_limit, SHARED_LIMIT)
-        if not 0 <= shared_bytes <= limit:
-            raise ValueError(f"shared_bytes is {shared_bytes}; it must be 0 to {limit}")
+        grid3, block3 = launch_shape(grid, block, shared_bytes, min(shared_limit, SHARED_LIMIT))
         observation = _observation.get()
         observed = observation is not None
         entry = self._entry(observed)
@@ -772,9 +789,7 @@ class Kernel:
         if len(parameters) != entry.count:
             parameters = [f"#{i}" for i in range(entry.count)]
         if len(args) != entry.count:
-            raise TypeError(
-                f"{self.name} takes {entry.count} arguments ({', '.join(parameters)}), got {len(args)}"
-            )
+            raise TypeError(f"{self.name} takes {entry.count} arguments ({', '.join(parameters)}), got {len(args)}")
         undefined = {parameters.index(o) if isinstance(o, str) else int(o) for o in outputs}
 
         table = _BufferTable()
