@@ -1,0 +1,229 @@
+"""Compile kernels of `csrc/` for the machine at hand, and launch them there.
+
+The device chooses the machine. CUDA: NVRTC through CuPy, launched on torch's current stream. CPU: the SIMT machine
+(`nanoqwen.simt`). The source is the same file, and so are the checks and the errors.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nanoqwen import simt
+from nanoqwen.paths import CSRC, cache_dir
+
+INCLUDE = CSRC / "include"
+_LOOK_AGAIN_S = 0.5  # how long compiled kernels are used before the dates of their sources are looked at again
+
+# One letter a parameter. A kernel's pointers take tensors, or None for a null pointer.
+_C_TYPES = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int32,
+    "u": ctypes.c_uint32,
+    "l": ctypes.c_int64,
+    "f": ctypes.c_float,
+}
+
+
+class Program:
+    """The kernels that are wanted of one source, compiled together when the first of them is launched.
+
+    A file is compiled again when it, or a header of `csrc/include`, has changed since.
+
+    Args:
+        source: a file under `csrc/` (a `Path`, relative to it), or CUDA C++ text (a `str`).
+        kernels: by name, an `extern "C"` one or a template instance such as `gemv_naive<float>`, the parameters: one
+            letter each, p pointer, i int, u unsigned, l long long, f float.
+        filename, first_line: what messages call a text, and the number of its first line.
+
+    Raises:
+        ValueError: a parameter letter that is none of these.
+    """
+
+    def __init__(
+        self, source: Path | str, kernels: Mapping[str, str], filename: str = "kernel.cu", first_line: int = 1
+    ):
+        for name, params in kernels.items():
+            if unknown := set(params) - set(_C_TYPES):
+                raise ValueError(f"{name}: parameter letter {sorted(unknown)[0]!r} is none of {', '.join(_C_TYPES)}")
+        self.source, self.kernels = source, dict(kernels)
+        self.filename = f"csrc/{source.as_posix()}" if isinstance(source, Path) else filename
+        self.first_line = first_line
+        self._state = -1
+        self._simt: simt.Module | None = None
+        self._gpu: dict[tuple[str, int], _GpuKernel] = {}
+        self._modules: dict[int, object] = {}
+
+    def launch(
+        self,
+        name: str,
+        device: torch.device,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: Sequence,
+        *,
+        shared_bytes: int = 0,
+        outputs: Sequence[int | str] = (),
+    ) -> None:
+        """Run a kernel over `grid` blocks of `block` threads; on CUDA this returns before it has run.
+
+        Args:
+            args: tensors of `device` and numbers, as the kernel's parameters are.
+            shared_bytes: of the `extern __shared__` array.
+            outputs: parameters, by name or place, that the kernel writes and whose old contents mean nothing: an
+                observed launch fills them with NaN and reports what stays unwritten.
+
+        Raises:
+            KeyError: the program has no such kernel.
+            ValueError, TypeError: an empty grid, a block over 1024 threads, too much shared memory, arguments that do
+                not fit; nothing has run.
+            nanoqwen.simt.CompileError: the source does not compile; file, line and the compiler's words.
+            RuntimeError: no machine to run it on, or the launch failed.
+        """
+        if self._state != (state := _sources_state()):
+            self._simt, self._gpu, self._modules, self._state = None, {}, {}, state
+        if device.type == "cuda":
+            kernel = self._gpu.get((name, device.index or 0)) or self._gpu_kernel(name, device.index or 0)
+            kernel.launch(grid, block, args, shared_bytes)
+            return
+        if device.type != "cpu":
+            raise RuntimeError(f"kernels run on CUDA and CPU tensors, not on {device}")
+        params = self._params(name)
+        if len(params) != len(args):
+            raise TypeError(f"{name} takes {len(params)} arguments, got {len(args)}")
+        if self._simt is None:
+            source = CSRC / self.source if isinstance(self.source, Path) else self.source
+            self._simt = simt.compile(
+                source, list(self.kernels), filename=self.filename, first_line=self.first_line, include_dirs=(INCLUDE,)
+            )
+        typed = [arg if kind == "p" else _C_TYPES[kind](arg) for kind, arg in zip(params, args, strict=True)]
+        self._simt[name].launch(grid, block, typed, shared_bytes, outputs=outputs)
+
+    def _params(self, name: str) -> str:
+        if name not in self.kernels:
+            raise KeyError(f"{self.filename} has no kernel {name!r}; it has {', '.join(self.kernels)}")
+        return self.kernels[name]
+
+    def _gpu_kernel(self, name: str, device: int) -> "_GpuKernel":
+        params = self._params(name)
+        if device not in self._modules:
+            self._modules[device] = self._compile_for_gpu(device)
+        kernel = self._gpu[name, device] = _GpuKernel(self._modules[device], name, params, device)
+        return kernel
+
+    def _compile_for_gpu(self, device: int):
+        cupy = _cupy()
+        text = (CSRC / self.source).read_text(encoding="utf-8") if isinstance(self.source, Path) else self.source
+        options = (
+            "-std=c++17",
+            f"-I{CSRC}",
+            f"-I{INCLUDE}",
+            # CuPy keys its cache on the text and the options alone; this brings the headers in.
+            f"-DNANOQWEN_HEADERS=0x{_headers_hash()}",
+        )
+        code = f'#line {self.first_line} "{self.filename}"\n{text}'
+        torch.cuda.init()
+        with cupy.cuda.Device(device):
+            try:
+                module = cupy.RawModule(code=code, options=options, name_expressions=tuple(self.kernels))
+                module.compile()
+            except cupy.cuda.compiler.CompileException as error:
+                raise self._compile_error(str(error), text) from None
+        return module
+
+    def _compile_error(self, output: str, text: str) -> simt.CompileError:
+        found = re.search(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error: (?P<words>.*)$", output, re.M)
+        if not found:
+            return simt.CompileError(f"NVRTC failed on {self.filename}:\n{output.strip()}", output=output)
+        file, line = found["file"], int(found["line"])
+        message, at = f"{file}:{line}: {found['words']}", line - self.first_line
+        if file == self.filename and 0 <= at < len(lines := text.splitlines()):
+            message += f"\n    {line} | {lines[at]}"
+        return simt.CompileError(message, file, line, output)
+
+
+class _GpuKernel:
+    """One loaded kernel: the addresses of its arguments stay the same, so a launch only fills in their values."""
+
+    def __init__(self, module, name: str, params: str, device: int):
+        raw = module.get_function(name)
+        self.raw, self.name, self.params, self.device = raw, name, params, device
+        self.handle = ctypes.c_void_p(raw.kernel.ptr)
+        self.values = [_C_TYPES[kind]() for kind in params]
+        self.addresses = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, self.values))
+        properties = torch.cuda.get_device_properties(device)
+        self.shared_limit = properties.shared_memory_per_block_optin
+        self.shared_allowed = 48 * 1024
+        self.lock = threading.Lock()
+
+    def launch(self, grid, block, args: Sequence, shared_bytes: int) -> None:
+        if len(args) != len(self.params):
+            raise TypeError(f"{self.name} takes {len(self.params)} arguments, got {len(args)}")
+        grid, block = simt.launch_shape(grid, block, shared_bytes, self.shared_limit)
+        if shared_bytes > self.shared_allowed:
+            self.raw.max_dynamic_shared_size_bytes = self.shared_allowed = shared_bytes
+        with self.lock:
+            for value, kind, arg in zip(self.values, self.params, args, strict=True):
+                value.value = arg if kind != "p" else None if arg is None else arg.data_ptr()
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            status = _driver().cuLaunchKernel(self.handle, *grid, *block, shared_bytes, stream, self.addresses, None)
+        if status:
+            raise RuntimeError(f"{self.name}: the driver refused the launch ({_driver_words(status)})")
+
+
+@functools.cache
+def _driver() -> ctypes.PyDLL:
+    # Not CDLL: a launch is over in microseconds, less than letting go of the interpreter and taking it back.
+    library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+    return library
+
+
+def _driver_words(status: int) -> str:
+    words = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(words))
+    return (words.value or b"unknown error").decode()
+
+
+def _cupy():
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(
+            f"kernels on a GPU need CuPy, which cannot be imported ({error}); run `nanoqwen doctor` for the command"
+        ) from None
+    os.environ.setdefault("CUPY_CACHE_DIR", str(cache_dir() / "cupy"))
+    return cupy
+
+
+def _headers() -> list[Path]:
+    return sorted(INCLUDE.glob("*.cuh"))
+
+
+def _headers_hash() -> str:
+    digest = hashlib.sha256()
+    for path in _headers():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+_looked: tuple[float, int] = (float("-inf"), 0)
+
+
+def _sources_state() -> int:
+    """A number that changes when a kernel source or header does; the files are looked at twice a second at most."""
+    global _looked
+    now = time.monotonic()
+    if now - _looked[0] > _LOOK_AGAIN_S:
+        files = (*CSRC.glob("*.cu"), *_headers())
+        dates = [(path.name, (status := path.stat()).st_mtime_ns, status.st_size) for path in sorted(files)]
+        _looked = (now, hash(tuple(dates)))
+    return _looked[1]
