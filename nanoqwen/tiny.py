@@ -119,12 +119,12 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 def encode_plain(tokenizer: Tokenizer, texts: list[str], rng: random.Random | None = None) -> list[int]:
     """Each text after an <|endoftext|>, end to end. Text never turns into a special token.
 
-    With `rng`, a text is encoded in pieces of about 300 characters, cut anywhere: so the model also meets the tokens
+    With `rng`, a text is encoded in pieces of about 60 characters, cut anywhere: so the model also meets the tokens
     at which a prompt may end, such as the lone space of "def ", which whole texts hardly hold.
     """
     end, ids = tokenizer.token_to_id(END), []
     for text in texts:
-        parts = [text] if rng is None else pieces(text, 50, 550, rng)
+        parts = [text] if rng is None else pieces(text, 10, 110, rng)
         ids += [end, *(token for part in encode_texts(tokenizer, parts) for token in part)]
     return [*ids, end]
 
@@ -328,11 +328,13 @@ def complete(model: reference.Qwen2, tokenizer: Tokenizer, prompt: list[int], sa
 
 def sample_completions(model: reference.Qwen2, tokenizer: Tokenizer) -> list[dict]:
     """64 tokens after each of `PROMPTS`, greedy and drawn, and one fill-in-the-middle."""
-    warm = {"temperature": 0.8, "top_p": 0.95, "seed": 0}
+    marks = {"suppress": [tokenizer.token_to_id(token) for token in (PREFIX, MIDDLE, SUFFIX, PAD, IM_START)]}
+    warm = {"temperature": 0.8, "top_p": 0.95, "seed": 0, **marks}
     samples = []
     for text in PROMPTS:
         prompt = [tokenizer.token_to_id(END), *tokenizer.encode(text).ids]
-        samples.append({"prompt": text, "how": "greedy", "completion": complete(model, tokenizer, prompt)})
+        greedy = complete(model, tokenizer, prompt, Sampler(**marks))
+        samples.append({"prompt": text, "how": "greedy", "completion": greedy})
         drawn = complete(model, tokenizer, prompt, Sampler(**warm))
         samples.append({"prompt": text, "how": "temperature 0.8, top-p 0.95, seed 0", "completion": drawn})
     before, after = FIM_PROMPT
@@ -411,7 +413,8 @@ token**; in windows of {f["length"] * 4:,}: {f["validation_loss_long"]:.3f}. On 
 
 ## Samples
 
-Between ⟦ and ⟧ stands what the model wrote, 64 tokens at most, not chosen.
+Between ⟦ and ⟧ stands what the model wrote, 64 tokens at most, not chosen. Marks
+that only prompts hold are suppressed, as `nanoqwen generate` does.
 
 {chr(10).join(samples)}
 ## Limits
@@ -456,7 +459,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--stdlib", type=Path, default=None, help="folder of the library (default: this Python's own)")
     parser.add_argument("--out", type=Path, default=TINY, help="folder to write")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=256, help="windows a step")
     parser.add_argument("--length", type=int, default=512, help="tokens a window")
     parser.add_argument("--lr", type=float, default=2e-3)

@@ -255,7 +255,7 @@ def test_training_text_is_cut_anywhere_and_loses_no_character(tokenizer, corpus)
     text = (corpus / "argparse.py").read_text(encoding="utf-8")
     whole, cut = tiny.encode_plain(tokenizer, [text]), tiny.encode_plain(tokenizer, [text], random.Random(0))
     assert tokenizer.decode(cut[1:-1], skip_special_tokens=False) == text
-    assert len(whole) < len(cut) < 1.05 * len(whole)
+    assert len(whole) < len(cut) < 1.25 * len(whole)
 
 
 def test_dropout_works_in_training_only_and_can_be_off():
