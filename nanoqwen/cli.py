@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fim", action="store_true", help=f"fill in the middle: at {FILL} in the prompt, or before --suffix"
     )
     generate.add_argument("--suffix", help="what comes after the gap, with --fim")
-    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most (default: 128)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
@@ -219,14 +219,19 @@ def _record(args: argparse.Namespace) -> int:
         stale = records.check()
         print("\n".join(map(str, stale)) or "every record describes the sources as they are")
         return int(bool(stale))
+    import torch
+
     from nanoqwen.bench import RECORDS
 
+    if args.name and not torch.cuda.is_available():
+        raise ValueError("records are of GPUs, and there is no CUDA device here; `nanoqwen bench` compares on a CPU")
     return _named("record", args.name, RECORDS, {})
 
 
 def _named(kind: str, name: str | None, table: Mapping[str, Callable], options: dict) -> int:
     if name is None:
-        print("\n".join(table))
+        for each, run in table.items():
+            print(f"{each:<10} {(run.__doc__ or '').splitlines()[0]}")
         return 0
     if name not in table:
         raise ValueError(f"there is no {kind} {name!r}; there are: {', '.join(table)}")

@@ -131,6 +131,8 @@ def fetch(name: str, source: str | Path | None = None, progress: bool = True) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     # One process fetches; others wait, then find it here.
     with FileLock(target.with_name(name + ".lock")):
+        if source is not None and not Path(source).expanduser().exists():
+            raise FileNotFoundError(f"--source {source}: no such file or folder")
         if not target.is_dir():
             if source is not None:
                 _copy(name, Path(source).expanduser(), progress)

@@ -243,8 +243,9 @@ class Probe:
         return self if rate <= self.rate else replace(self, best=self.amount / rate)
 
     def __str__(self) -> str:
-        rate, unit = self.rate / 1e9, "GB/s" if self.unit == "B" else "GFLOP/s"
-        return f"{self.what} probe: {rate:.1f} {unit} on {self.device} ({self.method}; {self.seconds})"
+        size, prefix = (1e12, "T") if self.unit == "FLOP" and self.rate >= 1e12 else (1e9, "G")
+        rate = f"{self.rate / size:.1f} {prefix}{self.unit}/s"
+        return f"{self.what} probe: {rate} on {self.device} ({self.method}; the fastest of {self.seconds.n} calls)"
 
     def to_dict(self) -> dict:
         """The JSON form that records hold."""

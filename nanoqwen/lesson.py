@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 import torch
 
-from nanoqwen.paths import REPO
+from nanoqwen.paths import NOTEBOOKS, REPO
 from nanoqwen.roofline import LABELS, OKABE_ITO
 
 # Progress bars work without Jupyter's widgets; the line that says so is no part of a lesson.
@@ -336,11 +336,17 @@ def hint(text: str) -> None:
     _folded("Hint", f"<p>{_prose(text)}</p>", text)
 
 
-def solution(code: str, why: str = "") -> None:
-    """A folded solution: the explanation first, then the code."""
-    code = inspect.cleandoc(code)
-    before = f"<p>{_prose(why)}</p>" if why else ""
-    _folded("Solution", before + _highlight(code, "solution.py"), f"{why}\n{code}" if why else code)
+def solution(name: str) -> None:
+    """A folded solution: the file of this name in `notebooks/solutions`, whose first words are the explanation.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = NOTEBOOKS / "solutions" / name
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no solution {name!r} in notebooks/solutions")
+    text = path.read_text(encoding="utf-8")
+    _folded("Solution", _highlight(text, name), text)
 
 
 def table(

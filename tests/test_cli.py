@@ -188,6 +188,12 @@ def test_a_bench_runs_on_the_model_and_dtype_asked_for(monkeypatch, capsys):
     assert capsys.readouterr().out == "{}\n"
 
 
+def test_without_a_gpu_nothing_is_recorded(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["record", "machine"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
 def test_stale_records_fail_the_check(monkeypatch, capsys):
     monkeypatch.setattr("nanoqwen.records.check", lambda: ["h200/machine: hardware.py changed"])
     assert cli.main(["record", "--check"]) == 1

@@ -331,12 +331,14 @@ def test_a_notebook_gets_html_and_plain_text(cells):
     lesson.check("b", 1, 1)
     lesson.show(reference.rotate)
     lesson.hint("Look at `positions`.")
-    lesson.solution("x = 1", "Because.")
+    lesson.solution("00_token_bound.py")
     lesson.table([{"a": 1}])
     assert [set(cell) for cell in cells] == [{"text/html", "text/plain"}] * 7
     assert "<code>x &lt; y</code>" in cells[0]["text/html"]
     assert all(cells[i]["text/html"].startswith("<details><summary>") for i in (4, 5))
-    assert cells[5]["text/html"].index("Because.") < cells[5]["text/html"].index("<pre")
+    assert "Sum the sizes" in cells[5]["text/plain"] and "token_bound" in cells[5]["text/html"]
+    with pytest.raises(FileNotFoundError, match=r"solution 'none\.py'"):
+        lesson.solution("none.py")
 
 
 def test_start_sets_seeds_and_says_where_it_runs(monkeypatch, tmp_path, capsys):
