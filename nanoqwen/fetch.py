@@ -296,8 +296,6 @@ def _size_of(folder: Path) -> int:
 
 
 def _copy(name: str, source: Path, progress: bool) -> None:
-    if not source.exists():
-        raise FileNotFoundError(f"--source {source}: no such file or folder")
     _check(name, source)
     gguf = find_gguf(source)
     files = [gguf] if gguf else [file for file in source.iterdir() if any(file.match(p) for p in _FILES)]
