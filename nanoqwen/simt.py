@@ -189,6 +189,9 @@ def _flags(cxx: Compiler, observed: bool) -> list[str]:
     flags = [*COMMON_FLAGS, "-O2", *_native()]
     if not cxx.is_clang:
         flags += ["-fno-gnu-unique", "-fno-crossjumping", "-fno-tree-tail-merge"]
+    if sys.platform == "linux":
+        # A large local array touches each page of its stack on the way down, and so cannot jump over the guard.
+        flags += ["-fstack-clash-protection"]
     if observed:
         flags += [*OBSERVED_FLAGS, *(OBSERVED_CLANG if cxx.is_clang else OBSERVED_GCC)]
     return flags
@@ -640,7 +643,7 @@ def _symbolise_mac(path: Path, base: int, pcs: Sequence[int]) -> dict[int, list[
 
 
 def _triple(what: str, value: int | Sequence[int], limits: Sequence[int]) -> tuple[int, int, int]:
-    given = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
+    given = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not 1 <= len(given) <= 3 or not all(isinstance(n, (int, np.integer)) for n in given):
         raise TypeError(f"{what} must be an integer or 1 to 3 integers, got {value!r}")
     full = tuple(int(n) for n in given) + (1,) * (3 - len(given))

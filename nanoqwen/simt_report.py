@@ -149,7 +149,7 @@ class Totals:
 
 @dataclass
 class Line:
-    """What one source line did: one kind of access to one space."""
+    """What one source line did: one kind of access to one tensor or `__shared__` array."""
 
     file: str | None
     line: int | None
@@ -220,7 +220,7 @@ class Report:
     @property
     def lines(self) -> list[Line]:
         """One entry for each source line and kind of access, in the order of the source."""
-        return sorted(self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how))
+        return sorted(self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how, e.buffers))
 
     @property
     def clean(self) -> bool:
@@ -238,16 +238,16 @@ class Report:
         for site in sites:
             file, line = places.get(site["pc"], (None, None))
             space, how = ("global", "shared")[site["space"]], _HOW[site["how"]]
-            key = (file, line, space, how, site["bytes"])
-            entry = self._lines.get(key)
-            if entry is None:
-                entry = Line(file, line, self._source(file, line), space, how, bytes_per_lane=site["bytes"])
-                if space == "shared" and how == "async copy":
-                    continue  # the landing of a copy, counted where it reads
-                self._lines[key] = entry
             known = [name for name, _ in buffers] if space == "global" else shared
             names = tuple(name for i, name in enumerate(known) if site["buffers"] >> i & 1)
-            entry.buffers += tuple(n for n in names if n not in entry.buffers)
+            if space == "shared" and how == "async copy":
+                continue  # the landing of a copy, which is counted where it reads
+            # Two tensors read on one line are two entries: they are what a reader wants to compare.
+            key = (file, line, space, how, names, site["bytes"])
+            entry = self._lines.get(key)
+            if entry is None:
+                entry = Line(file, line, self._source(file, line), space, how, names, site["bytes"])
+                self._lines[key] = entry
             entry.requests += site["requests"]
             entry.lanes += site["lanes"]
             entry.sectors += site["sectors"]
