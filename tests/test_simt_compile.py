@@ -1,6 +1,7 @@
 """Compiling kernels: errors in the reader's words, a cache that nothing can break."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,8 +51,12 @@ def machine_is_there(monkeypatch):
 
 def test_an_error_names_the_file_the_line_and_the_compilers_words(tmp_path):
     file = tmp_path / "wrong kernel.cu"
-    file.write_text('extern "C" __global__ void k(float* y) {\n    int row = 1;\n    y[row] = undeclared;\n}\n')
-    with pytest.raises(simt.CompileError, match="undeclared.*was not declared|undeclared identifier") as caught:
+    file.write_text(
+        'extern "C" __global__ void k(float* y) {\n    int row = 1;\n    y[row] = undeclared;\n}\n'
+    )
+    with pytest.raises(
+        simt.CompileError, match=r"undeclared.*was not declared|undeclared identifier"
+    ) as caught:
         simt.compile(file, ["k"])
     assert (caught.value.file, caught.value.line) == (str(file), 3)
     assert str(caught.value).startswith(f"{file}:3:") and "y[row] = undeclared;" in str(caught.value)
@@ -75,7 +80,8 @@ def test_names_must_be_a_sequence():
 
 def test_two_names_for_the_launch_sized_array_are_refused():
     source = "\n".join(
-        f'extern "C" __global__ void k{i}() {{ extern __shared__ float s{i}[]; s{i}[0] = 1; }}' for i in range(2)
+        f'extern "C" __global__ void k{i}() {{ extern __shared__ float s{i}[]; s{i}[0] = 1; }}'
+        for i in range(2)
     )
     with pytest.raises(simt.CompileError, match="one name"):
         simt.compile(source, ["k0", "k1"])
@@ -128,6 +134,7 @@ def child(source: str, **environment: str) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(Path(simt.__file__).parent.parent), **environment},
     )
     process.stdin.write(source)
@@ -144,14 +151,16 @@ def test_two_processes_may_compile_the_same_kernel_at_once(machine_is_there):
 def test_a_build_that_is_killed_does_not_block_the_next(machine_is_there, tmp_path):
     source = unique()
     slow = tmp_path / "slow-c++"
-    slow.write_text("#!/bin/sh\ncase \"$*\" in *--version*) echo 'slow 1';; *) touch started; sleep 60;; esac\n")
+    slow.write_text(
+        "#!/bin/sh\ncase \"$*\" in *--version*) echo 'slow 1';; *) touch started; sleep 60;; esac\n"
+    )
     slow.chmod(0o755)
     process = child(source, CXX=str(slow))
     kernels = simt._kernel_cache()
     deadline = time.time() + 60
     while not list(kernels.glob("build-*/started")) and time.time() < deadline:
         time.sleep(0.05)
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert works(simt.compile(source, ["twice"]))
 

@@ -535,7 +535,15 @@ static void poison_shared(Worker* me) {
 }
 
 static void end_block(Worker* me, Block* b) {
-    if (me->launch->observer) me->launch->observer->end_block(b);
+    if (!me->launch->observer) return;
+    if (!b->bulk.empty() && !me->launch->stop) {
+        Fiber* f = b->fibers[b->bulk[0].thread];
+        f->place = here(nullptr, 0, b->bulk[0].pc);
+        finding(f, "synccheck", "copy still in flight at the block's end",
+                "all threads have returned, but nobody has waited for this copy: it may land in the next block's "
+                "shared memory");
+    }
+    me->launch->observer->end_block(b);
 }
 
 static void run_block(Worker* me, Block* b, u64 linear) {
