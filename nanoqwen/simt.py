@@ -785,13 +785,13 @@ class Kernel:
 
         Args:
             grid, block: blocks in the grid and threads in a block; an integer or up to three.
-            args: for pointers torch CPU tensors, numpy arrays or None; for scalars Python, numpy or ctypes
-                numbers.
+            args: torch CPU tensors, numpy arrays or None for pointers; Python, numpy or ctypes numbers for
+                scalars.
             shared_bytes: size of the `extern __shared__` array.
             workers: OS threads to spread blocks over; all cores by default.
             outputs: arguments, by position or name, whose contents are undefined before the launch. An
-                observed launch fills them with NaN first, and reports elements that are read before a write or
-                never written.
+                observed launch fills them with NaN first, and reports what is read before it is written and
+                what is never written.
             cooperative: all blocks are resident and may wait for each other (a grid-wide barrier).
             buffers: tensors that the kernel reaches through a pointer inside another argument.
             shared_limit: shared memory that a block may have on the device in question.
@@ -990,8 +990,8 @@ def observe(function: Callable | Kernel, *args: Any, **kwargs: Any) -> Report:
     """Calls a function that launches kernels, and reports what they did.
 
     `observe(kernels.gemv_naive, w, x)` or `observe(module["k"].launch, grid, block, args)`. What the function
-    returns is `report.result`. A kernel that could not go on ends the call; the report then holds the findings,
-    and `report.stopped` is true.
+    returns is `report.result`. A kernel that could not go on ends the call; then `report.stopped` is true and
+    the findings say why.
     """
     call = function.launch if isinstance(function, Kernel) else function
     with observing() as report:

@@ -655,6 +655,7 @@ static void on_fault(int signal, siginfo_t* info, void*) {
         abandon();
     }
     if (me && me->current && !me->in_machine) {
+        me->in_machine = 1;  // a fault in here is the machine's own, and must not come here again
         Fiber* f = me->current;
         char text[200];
         uintptr_t at = reinterpret_cast<uintptr_t>(info->si_addr);
@@ -670,6 +671,7 @@ static void on_fault(int signal, siginfo_t* info, void*) {
             snprintf(text, sizeof text, "a thread touched memory that is not there, or a vector that is not "
                      "aligned to its size; run it under simt.observe to see the line and the address");
         finding(f, "fault", strsignal(signal), text, true);
+        me->in_machine = 0;
         abandon();
     }
     // Not ours: put back what was there and let it happen again.
