@@ -17,6 +17,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 #if defined(__linux__)
 #include <link.h>
@@ -644,10 +645,30 @@ static int fault_users = 0;
 static struct sigaction fault_before[5];
 static const int fault_signals[5] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGURG};
 
-static void on_fault(int signal, siginfo_t* info, void*) {
+// Where the signal found the thread: the line of a crash.
+static const void* interrupted_at(void* context) {
+    ucontext_t* c = static_cast<ucontext_t*>(context);
+    (void)c;
+#if defined(__linux__) && defined(__x86_64__)
+    uintptr_t pc = uintptr_t(c->uc_mcontext.gregs[REG_RIP]);
+#elif defined(__linux__) && defined(__aarch64__)
+    uintptr_t pc = uintptr_t(c->uc_mcontext.pc);
+#else
+    return nullptr;
+#endif
+#if defined(__linux__)
+    return reinterpret_cast<const void*>(pc + 1);  // as a return address would be: just past the instruction's start
+#endif
+}
+
+static void on_fault(int signal, siginfo_t* info, void* context) {
     Worker* me = worker;
     if (signal == SIGURG) {  // the watchdog's knock
         if (!me || !me->current || !me->killed || me->in_machine) return;
+        // An observed thread sees the knock at its next access, which knows its line; only a loop without any must
+        // be stopped from here.
+        if (me->launch->observer && me->killed < 10) return;
+        me->current->place = here(nullptr, 0, interrupted_at(context));
         char text[200];
         snprintf(text, sizeof text, "a thread ran for %.0f seconds without reaching a barrier or its end: a loop "
                  "that never ends?", me->launch->request.time_limit);
@@ -657,6 +678,7 @@ static void on_fault(int signal, siginfo_t* info, void*) {
     if (me && me->current && !me->in_machine) {
         me->in_machine = 1;  // a fault in here is the machine's own, and must not come here again
         Fiber* f = me->current;
+        f->place = here(nullptr, 0, interrupted_at(context));
         char text[200];
         uintptr_t at = reinterpret_cast<uintptr_t>(info->si_addr);
         if ((signal == SIGSEGV || signal == SIGBUS) && at >= uintptr_t(f->stack_low) &&
@@ -735,7 +757,7 @@ struct Watchdog {
                 auto& entry = seen[w];
                 if (entry.second == 0 || entry.first != s) entry = {s, now()};
                 else if (now() - entry.second > w->launch->request.time_limit) {
-                    w->killed = 1;
+                    ++w->killed;
                     pthread_kill((pthread_t)w->thread_handle, SIGURG);
                 }
             }
