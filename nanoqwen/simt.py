@@ -363,8 +363,9 @@ def _load(path: Path) -> ctypes.CDLL:
         return _loaded[str(path)]
 
 
-def _machine() -> ctypes.CDLL:
-    library = _load(_machine_path())
+@functools.cache
+def _machine(path: Path) -> ctypes.CDLL:
+    library = _load(path)
     library.simt_launch.restype = ctypes.c_void_p
     library.simt_launch.argtypes = [ctypes.POINTER(_LaunchRequest)]
     library.simt_free.argtypes = [ctypes.c_void_p]
@@ -499,6 +500,8 @@ class Module:
         self._builds: dict[bool, Path] = {}
         self._places: dict[tuple[bool, int], tuple[str, int] | None] = {}
         self._shared: list[tuple[str, int, int]] | None = None
+        self._machines: dict[bool, Path] = {}
+        self._parameters: dict[str, list[str]] = {}
 
     def __getitem__(self, name: str) -> Kernel:
         if name not in self.names:
@@ -513,7 +516,7 @@ class Module:
 
     def _compile(self, observed: bool) -> Path:
         cxx = compiler()
-        machine = _machine_path()
+        machine = self._machines[observed] = _machine_path()
         flags = _flags(cxx, observed)
         shared = _dynamic_shared(self.text, self.include_dirs, set())
         unit = _translation_unit(self.text, self.token, self.first_line, self.names, shared)
@@ -555,9 +558,14 @@ class Module:
                 message += f"\n    {line} | {lines[line - self.first_line]}"
         return type(error)(message, file, line, plain(error.output))
 
+    def machine(self, observed: bool) -> ctypes.CDLL:
+        """The machine that a build was linked with (another compiler makes another one)."""
+        self.build(observed)
+        return _machine(self._machines[observed])
+
     def _library(self, observed: bool) -> ctypes.CDLL:
         path = self.build(observed)
-        _machine()  # first: the kernel's library needs it
+        self.machine(observed)  # first: the kernel's library needs it
         try:
             return _load(path)
         except OSError:  # a file that something has damaged since: build it again, once
@@ -580,7 +588,7 @@ class Module:
         if todo:
             path = self.build(observed)
             entry = ctypes.addressof(ctypes.c_char.in_dll(_load(path), "simt_entry_0"))
-            base = _machine().simt_load_address(entry) or 0
+            base = self.machine(observed).simt_load_address(entry) or 0
             chains = _symbolise(path, base, todo)
             for pc in todo:
                 self._places[observed, pc] = self._choose(chains.get(pc, []))
@@ -601,6 +609,11 @@ class Module:
 
     def parameter_names(self, name: str) -> list[str]:
         """The names of a kernel's parameters, read from its source; empty where that does not succeed."""
+        if name not in self._parameters:
+            self._parameters[name] = self._read_parameters(name)
+        return self._parameters[name]
+
+    def _read_parameters(self, name: str) -> list[str]:
         bare = re.sub(r"<.*", "", name).split("::")[-1]
         found = re.search(
             rf"__global__[^;{{]*?\b{re.escape(bare)}\s*\(([^;{{]*?)\)\s*{{",
@@ -875,7 +888,7 @@ class Kernel:
                 ctypes.cast(variables, ctypes.POINTER(_SharedVariable)),
                 len(rows),
             )
-        machine = _machine()
+        machine = self.module.machine(observed)
         answer = machine.simt_launch(ctypes.byref(request))
         if not answer:
             return
