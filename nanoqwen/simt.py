@@ -351,7 +351,7 @@ def _machine_path() -> Path:
     key = _hash(_hash_files([folder]), " ".join(flags), cxx.command[0], cxx.version, _cpu(), sys.platform)
     name = f"libsimt-{key}" + (".dylib" if sys.platform == "darwin" else ".so")
 
-    here = [str(folder / "runtime.cpp"), str(folder / "observer.cpp")]
+    here = sorted(str(file) for file in folder.glob("*.cpp"))
     naming = f"-Wl,-install_name,{name}" if sys.platform == "darwin" else f"-Wl,-soname,{name}"
     return _build(name, f"machine-{key}", {}, [[*flags, "-I", str(CSRC), *here, naming, "-o", name]])
 
