@@ -156,6 +156,8 @@ COMMON_FLAGS = [
     # Kernels look at memory through several types, as nvcc lets them.
     "-fno-strict-aliasing",
     "-fno-exceptions",
+    # A call that ends a function must come back to it, so that a report can name its line.
+    "-fno-optimize-sibling-calls",
 ]
 # An observed build must make the loads and stores that are written, each at one place in the machine code: no
 # vectoriser, no copying of a block into both arms of a branch, no merging of equal calls.
@@ -644,7 +646,7 @@ def _symbolise(path: Path, base: int, pcs: Sequence[int]) -> dict[int, list[tupl
     for row in done.stdout.splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", row.strip()):
             current = chains.setdefault(next(order), [])
-        elif found := re.match(r"(.*):(\d+)", row):
+        elif (found := re.match(r"(.*):(\d+)", row)) and found[1] != "??":
             current.append((found[1], int(found[2])))
     return chains
 

@@ -274,3 +274,15 @@ extern "C" __global__ void past_shared(float* out, int i) {
     stages[i] = 1.0f;
     out[0] = stages[i];
 }
+// Each lane reads as many numbers as its own length says, twice over.
+extern "C" __global__ void ragged(const int* length, const float* in, float* out) {
+    float sum = 0;
+    for (int pass = 0; pass < 2; ++pass) {
+        for (int i = 0; i < length[pass * 32 + threadIdx.x]; ++i) sum += in[i * 32 + threadIdx.x];  // ragged
+        __syncwarp();
+    }
+    out[threadIdx.x] = sum;
+}
+extern "C" __global__ void asserts(const float* in) {
+    assert(in[threadIdx.x] == 0.0f);
+}

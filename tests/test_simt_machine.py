@@ -1,6 +1,8 @@
 """The SIMT machine runs CUDA source as a GPU does: same results, same counts, a clear word where it stops."""
 
 import ctypes
+import re
+import threading
 from fractions import Fraction
 from pathlib import Path
 
@@ -96,32 +98,12 @@ def test_observe_runs_any_function_that_launches(gemv):
 
 
 WORDS = (HERE / "simt_words.cu").read_text()
+PLAIN_NAMES = re.findall(r'^extern "C" __global__ void (\w+)', WORDS, re.M)
 NAMES = [
-    *[
-        "warp_words",
-        "bit_words",
-        "halves",
-        "rounded",
-        "half_fma",
-        "atomics",
-        "transposed",
-        "handover",
-        "grid_barrier",
-        "by_value",
-    ],
-    *[
-        "half_written",
-        "reads_output",
-        "two_places",
-        "not_in_mask",
-        "divergent_deadlock",
-        "endless",
-        "writes_through",
-        "deep",
-    ],
-    *["past_shared", "multiply<half>", "multiply<nv_bfloat16>", "ring<true>", "ring<false>"],
-    *(f"pipeline<{i}>" for i in range(4)),
-    *["last_block_sums<true>", "last_block_sums<false>", "banks<float>", "banks<float2>", "banks<float4>"],
+    *PLAIN_NAMES,
+    *("multiply<half>", "multiply<nv_bfloat16>", "ring<true>", "ring<false>"),
+    *(f"pipeline<{fault}>" for fault in range(4)),
+    *("last_block_sums<true>", "last_block_sums<false>", "banks<float>", "banks<float2>", "banks<float4>"),
 ]
 
 
@@ -200,11 +182,17 @@ def test_bit_operations(words):
         assert got[5] == want
 
 
-def test_every_half_and_bfloat16_converts_as_in_torch(words):
+@pytest.fixture(scope="module", params=["instruction", "portable"])
+def conversions(request):
+    defines = {"SIMT_PORTABLE_HALF": "1"} if request.param == "portable" else {}
+    return simt.compile(HERE / "simt_words.cu", ["halves", "rounded"], defines=defines)
+
+
+def test_every_half_and_bfloat16_converts_as_in_torch(conversions):
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     as_half, as_bf16 = torch.empty(65536), torch.empty(65536)
     back = torch.zeros(65536, 2, dtype=torch.int16)
-    words["halves"].launch(256, 256, (bits, as_half, as_bf16, back))
+    conversions["halves"].launch(256, 256, (bits, as_half, as_bf16, back))
     for kind, got, column in ((torch.float16, as_half, 0), (torch.bfloat16, as_bf16, 1)):
         exact = bits.view(kind).float()
         assert torch.equal(torch.isnan(exact), torch.isnan(got))
@@ -213,7 +201,7 @@ def test_every_half_and_bfloat16_converts_as_in_torch(words):
         assert back[exact.isnan(), column].view(kind).isnan().all()
 
 
-def test_rounding_to_short_floats_is_to_nearest_even(words):
+def test_rounding_to_short_floats_is_to_nearest_even(conversions):
     make = torch.Generator().manual_seed(2)
     pattern = (
         torch.randint(-(2**31), 2**31, (40000,), generator=make, dtype=torch.int64)
@@ -226,7 +214,7 @@ def test_rounding_to_short_floats_is_to_nearest_even(words):
     )
     x = torch.cat([pattern, middle, torch.nextafter(middle, torch.zeros(1)), torch.linspace(0, 2**-23, 4001)])
     halves, bf16s = (torch.zeros(len(x), dtype=torch.int16) for _ in range(2))
-    words["rounded"].launch((len(x) + 255) // 256, 256, (x, halves, bf16s, len(x)))
+    conversions["rounded"].launch((len(x) + 255) // 256, 256, (x, halves, bf16s, len(x)))
     ok = ~x.isnan()
     assert torch.equal(halves[ok], x[ok].half().view(torch.int16))
     assert torch.equal(bf16s[ok], x[ok].bfloat16().view(torch.int16))
@@ -387,6 +375,16 @@ def test_structs_halves_and_bools_are_passed_by_value(words):
     assert out.tolist() == [7.5, 1.5, 1.0, float(-(2**40))]
 
 
+def test_lanes_that_leave_a_loop_early_share_the_requests_of_those_that_stay(words):
+    lengths = np.random.default_rng(5).integers(0, 9, (2, 32), dtype=np.int32)
+    data, out = np.random.default_rng(6).random((9, 32), dtype=np.float32), np.zeros(32, np.float32)
+    report = simt.observe(words["ragged"].launch, 1, 32, (lengths, data, out))
+    load = next(e for e in report.lines if e.buffers == ("in",))
+    # In each pass the warp goes on as long as its longest lane; a request holds the lanes still there.
+    assert load.requests == lengths.max(axis=1).sum() and load.lanes == lengths.sum()
+    assert report.clean, str(report)
+
+
 # ---- what the observers say ----
 
 
@@ -448,6 +446,12 @@ def test_a_null_pointer_is_an_error_and_not_the_end_of_python(words):
     assert caught.value.findings[0].line == line_of("void writes_through")
     report = simt.observe(words["writes_through"].launch, 1, 1, (None,))
     assert report.findings[0].kind == "memcheck" and "null pointer" in report.findings[0].message
+
+
+def test_a_failed_assertion_is_an_error_and_not_the_end_of_python(words):
+    with pytest.raises(simt.LaunchError, match="assertion failed: in") as caught:
+        words["asserts"].launch(1, 32, (torch.ones(32),))
+    assert caught.value.findings[0].line == line_of("assert(in[")
 
 
 def test_too_much_local_memory_is_an_error_and_not_the_end_of_python(words):
@@ -525,3 +529,33 @@ def test_a_scalar_must_have_the_kernels_type(words, value, error):
 def test_an_unknown_kernel_name_is_a_key_error(words):
     with pytest.raises(KeyError, match="no kernel 'gemm'"):
         words["gemm"]
+
+
+def test_threads_of_python_may_launch_at_the_same_time(gemv):
+    w, x, _, expected = problem(64, 512)
+    wrong = []
+
+    def work(observed):
+        for _ in range(5):
+            y = torch.full((64,), float("nan"))
+            if observed:
+                assert simt.observe(gemv["gemv_warp"].launch, 8, 256, (w, x, y, 64, 512)).clean
+            else:
+                gemv["gemv_warp"].launch(8, 256, (w, x, y, 64, 512))
+            if not torch.allclose(y.double(), expected, atol=1e-3):
+                wrong.append(y)
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_empty_tensors_and_numpy_arrays_are_arguments_too(gemv):
+    y = np.full(1, np.nan, np.float32)
+    empty = torch.empty(0)
+    for launch in (gemv["gemv_warp"].launch, lambda *a: simt.observe(gemv["gemv_warp"].launch, *a)):
+        launch(1, 32, (empty, empty, y, 1, 0))
+        assert y[0] == 0

@@ -284,7 +284,7 @@ static void run_block(Worker* me, Block* b, u64 linear) {
         if (t == kOnlySpins) give_up(b);
         if (!spins++) spinning_since = now();
         // Another worker may be about to do what is waited for, so both the number and the time must be used up.
-        if (spins > l->request.spin_limit && (l->request.workers < 2 || now() - spinning_since > 10)) {
+        if (spins > l->request.spin_limit && (l->request.workers < 2 || now() - spinning_since > 5)) {
             report_deadlock({b}, true);
             l->stop = 1;
         } else if (l->request.workers > 1 && spins % 64 == 0)
