@@ -20,7 +20,7 @@ _HOW = ("load", "store", "atomic", "async copy")
 class Finding:
     """One fault that an observer saw.
 
-    `kind` is the observer: memcheck, initcheck, racecheck, synccheck, deadlock, or fault (the kernel crashed).
+    `kind` is the observer: memcheck, initcheck, racecheck, synccheck, deadlock, or fault (a crash).
     """
 
     kind: str
@@ -118,7 +118,7 @@ def _short(file: str | None) -> str:
 
 @dataclass
 class Totals:
-    """Sums over all launches of a report. A *request* is one instruction of one warp; a *sector* is 32 bytes."""
+    """Sums over all launches. A *request* is one memory instruction of one warp; a *sector* is 32 bytes."""
 
     launches: int = 0
     global_load_requests: int = 0
@@ -149,7 +149,7 @@ class Totals:
 
 @dataclass
 class Line:
-    """What one source line did: one kind of access to one space."""
+    """What one source line did: one kind of access to one tensor or `__shared__` array."""
 
     file: str | None
     line: int | None
@@ -194,7 +194,9 @@ class Picture:
     def sectors(self) -> list[int]:
         """Numbers of the sectors touched, counted from the buffer's start."""
         size = self.bytes_per_lane
-        return sorted({s for o in self.offsets.values() for s in range(o // SECTOR, (o + size - 1) // SECTOR + 1)})
+        return sorted(
+            {s for o in self.offsets.values() for s in range(o // SECTOR, (o + size - 1) // SECTOR + 1)}
+        )
 
 
 @dataclass
@@ -206,7 +208,7 @@ class Launch:
 
 
 class Report:
-    """The result of `simt.observe`: `totals`, `lines`, `findings`, `launches`, and the function's own `result`."""
+    """What `simt.observe` gives: `totals`, `lines`, `findings`, `launches`, and the function's `result`."""
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -220,7 +222,9 @@ class Report:
     @property
     def lines(self) -> list[Line]:
         """One entry for each source line and kind of access, in the order of the source."""
-        return sorted(self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how))
+        return sorted(
+            self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how, e.buffers)
+        )
 
     @property
     def clean(self) -> bool:
@@ -238,16 +242,16 @@ class Report:
         for site in sites:
             file, line = places.get(site["pc"], (None, None))
             space, how = ("global", "shared")[site["space"]], _HOW[site["how"]]
-            key = (file, line, space, how, site["bytes"])
-            entry = self._lines.get(key)
-            if entry is None:
-                entry = Line(file, line, self._source(file, line), space, how, bytes_per_lane=site["bytes"])
-                if space == "shared" and how == "async copy":
-                    continue  # the landing of a copy, counted where it reads
-                self._lines[key] = entry
             known = [name for name, _ in buffers] if space == "global" else shared
             names = tuple(name for i, name in enumerate(known) if site["buffers"] >> i & 1)
-            entry.buffers += tuple(n for n in names if n not in entry.buffers)
+            if space == "shared" and how == "async copy":
+                continue  # the landing of a copy, which is counted where it reads
+            # Two tensors read on one line are two entries: they are what a reader wants to compare.
+            key = (file, line, space, how, names, site["bytes"])
+            entry = self._lines.get(key)
+            if entry is None:
+                entry = Line(file, line, self._source(file, line), space, how, names, site["bytes"])
+                self._lines[key] = entry
             entry.requests += site["requests"]
             entry.lanes += site["lanes"]
             entry.sectors += site["sectors"]
@@ -304,7 +308,9 @@ class Report:
 
         def access(label: str, requests: int, amount: int, unit: str) -> None:
             if requests:
-                rows.append((label, f"{requests:,} requests, {amount:,} {unit} ({amount / requests:.1f} a request)"))
+                rows.append(
+                    (label, f"{requests:,} requests, {amount:,} {unit} ({amount / requests:.1f} a request)")
+                )
 
         access("global loads", t.global_load_requests, t.global_load_sectors, "sectors")
         access("global stores", t.global_store_requests, t.global_store_sectors, "sectors")
@@ -345,7 +351,10 @@ class Report:
         if len(table) > 1:
             widths = [max(len(row[i]) for row in table) for i in range(6)]
             for row in table:
-                cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+                cells = [
+                    c.ljust(w) if i < 2 else c.rjust(w)
+                    for i, (c, w) in enumerate(zip(row, widths, strict=False))
+                ]
                 out.append(("  " + "  ".join(cells) + "  " + row[6]).rstrip())
         out.append(f"  {len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)}")
         out += [str(f) for f in self.findings]
@@ -361,13 +370,16 @@ class Report:
         parts.append("</table>")
         rows = self._table()
         if rows:
-            heads = "".join(cell(c, "th", left if i in (0, 1, 6) else right) for i, c in enumerate(self._COLUMNS))
+            heads = "".join(
+                cell(c, "th", left if i in (0, 1, 6) else right) for i, c in enumerate(self._COLUMNS)
+            )
             parts.append(f"<table><tr>{heads}</tr>")
             most = max((e.sectors or e.wavefronts for e in self.lines), default=1) or 1
             for entry, row in zip(self.lines, rows, strict=True):
                 # The bar says how much of all traffic a line makes; its colour is readable on light and dark.
                 share = 100 * (entry.sectors or entry.wavefronts) / most
-                bar = f"background:linear-gradient(90deg,rgba(230,159,0,.35) {share:.0f}%,transparent {share:.0f}%);"
+                colours = f"rgba(230,159,0,.35) {share:.0f}%,transparent {share:.0f}%"
+                bar = f"background:linear-gradient(90deg,{colours});"
                 cells = "".join(cell(c, "td", left if i in (0, 1) else right) for i, c in enumerate(row[:6]))
                 source = f"<td style='text-align:left;white-space:pre;font-family:monospace;{bar}'>"
                 parts.append(f"<tr>{cells}{source}{html.escape(row[6])}</td></tr>")
@@ -386,10 +398,10 @@ class Report:
     # ---- figures ----
 
     def plot(self, line: int | None = None, pictures: int = 1, source: bool = True):
-        """Draws which lane touches which sector, and the source with a heat column. Returns the matplotlib figure.
+        """Draws which lane touches which sector, and the source with a heat column; returns the figure.
 
         Args:
-            line: show requests of this source line only; by default one for each line that touches global memory.
+            line: show requests of this source line only; by default of each that touches global memory.
             pictures: how many requests of each line to draw.
             source: draw the source beside them.
         """
@@ -408,7 +420,7 @@ def _shape(triple: Sequence[int]) -> str:
     return str(sizes[0]) if len(sizes) == 1 else "(" + ",".join(map(str, sizes)) + ")"
 
 
-# Colours of Okabe and Ito, told apart by everyone, on a white or a black page. Text and axes are a middle grey.
+# Colours of Okabe and Ito, told apart by everyone, on a white or a black page. Text is a middle grey.
 _BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#808080"
 
 
@@ -417,7 +429,9 @@ def plot(report: Report, line: int | None = None, pictures: int = 1, source: boo
 
     shown = [e for e in report.lines if e.space == "global" and e.pictures and line in (None, e.line)]
     if not shown and line is not None:
-        raise ValueError(f"line {line} makes no global access; lines that do: {[e.line for e in report.lines]}")
+        raise ValueError(
+            f"line {line} makes no global access; lines that do: {[e.line for e in report.lines]}"
+        )
     requests = [(e, p) for e in shown for p in e.pictures[:pictures]][:6]
     heat = _heat(report) if source else []
     panels = len(requests) + bool(heat)
@@ -472,7 +486,7 @@ def _draw_request(axis, entry: Line, picture: Picture) -> None:
     moved, needed = len(sectors) * SECTOR, len(set(picture.offsets.values())) * picture.bytes_per_lane
     axis.set_title(
         f"line {entry.line}: {entry.how} of {picture.buffer}, one request of warp {picture.warp}: "
-        f"{len(sectors)} sectors, {needed:,} bytes needed, {moved:,} moved",
+        f"{len(sectors)} sector{'s' * (len(sectors) != 1)}, {needed:,} bytes needed, {moved:,} moved",
         fontsize=9,
         color=_GREY,
         loc="left",
@@ -503,7 +517,9 @@ def _draw_heat(axis, heat: list[tuple[int, str, int]]) -> None:
             axis.barh(i, 0.18 * amount / most, left=0.0, height=0.85, color=_ORANGE)
             axis.text(0.19, i, f"{amount:,}", fontsize=7, va="center", color=_GREY)
         axis.text(0.275, i, f"{number}", fontsize=7, va="center", ha="right", color=_GREY, family="monospace")
-        axis.text(0.285, i, text.expandtabs(4)[:110], fontsize=7, va="center", color=_GREY, family="monospace")
+        shown = text.expandtabs(4)
+        shown = shown if len(shown) <= 92 else shown[:91] + "…"
+        axis.text(0.285, i, shown, fontsize=7, va="center", color=_GREY, family="monospace")
     axis.set_xlim(0, 1)
     axis.set_ylim(len(heat) - 0.4, -0.6)
     axis.set_yticks([])

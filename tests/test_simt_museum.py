@@ -1,5 +1,5 @@
-"""Every exhibit of csrc/museum: the broken kernel is caught by the observer it names, at its marked line, and the
-mended one is clean and right. These are also the tests of the observers."""
+"""Every exhibit of csrc/museum: the broken kernel is caught by the observer it names, at its marked line, and
+the mended one is clean and right. These are also the tests of the observers."""
 
 import re
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ def exhibits() -> dict[str, Exhibit]:
         "wrong_mask": Exhibit(1, 32, 20, x[:20], x[:20].sum()[None]),
         "uninitialised_sum": Exhibit(1, 64, 300, x, x.sum()[None]),
         "misaligned_load": Exhibit(2, 32, 40, six, six.sum(1)),
-        "racy_histogram": Exhibit(4, 128, 500, digits.float(), torch.bincount(digits, minlength=16).float(), True),
+        "racy_histogram": Exhibit(
+            4, 128, 500, digits.float(), torch.bincount(digits, minlength=16).float(), True
+        ),
         "async_without_wait": Exhibit(2, 64, 512, plain, plain),
     }
 
