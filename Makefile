@@ -1,5 +1,6 @@
 # Each target sets .venv up first, and again only when what it should hold has changed.
-# It needs Python 3.11 or newer, make, and a C++ compiler. `make PYTHON=python3.12 test` picks another Python.
+# It needs Python 3.11 or newer, make, and a C++ compiler. `make PYTHON=python3.12 test` picks another Python,
+# and LAB holds options of JupyterLab: `make lab LAB="--no-browser --allow-root"` in a container.
 
 PYTHON ?= python3
 VENV := .venv/bin/python
@@ -23,7 +24,7 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanoqwen needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Another one: make PYTHON=python3.12 ...")'
 	@echo "set-up: installing nanoqwen and what it needs into .venv (some minutes, once)"
 	@test -x $(VENV) || $(PYTHON) -m venv .venv
-	@extra=$$($(VENV) -m nanoqwen.doctor --cupy-extra) && $(VENV) -m pip install --quiet --disable-pip-version-check \
+	@extra=$$($(VENV) -m nanoqwen.doctor --cupy-extra) && $(VENV) -m pip install -qq --disable-pip-version-check \
 		-c constraints.txt -e ".[test,lab$${extra:+,$$extra}]"
 	@touch .venv/ready
 
@@ -33,12 +34,11 @@ notebooks: setup
 
 lab: setup
 	@echo "lab: opening JupyterLab on the first notebook; Ctrl-C here stops it"
-	@$(VENV) -m jupyter lab notebooks/00_the_machine.ipynb
+	@$(VENV) -m jupyter lab $(LAB) notebooks/00_the_machine.ipynb
 
 test: setup
-	@echo "test: the tests, then every notebook"
-	@$(VENV) -m pytest -q
-	@$(VENV) -m pytest -q --nbmake --nbmake-timeout=3600 notebooks
+	@echo "test: running the tests, then every notebook"
+	@$(VENV) -m pytest -q -rs --nbmake --nbmake-timeout=3600 tests notebooks
 
 format: setup
 	@echo "format: code, notebooks, README"

@@ -136,7 +136,8 @@ def _generate(args: argparse.Namespace) -> int:
 
     from nanoqwen import generation, models
 
-    sampler = generation.Sampler(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    settings = (args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    generation.Sampler(*settings)  # refuses a bad setting before the model is loaded
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise ValueError(f"--device {device}: there is no such device here; use cpu")
@@ -152,6 +153,7 @@ def _generate(args: argparse.Namespace) -> int:
         ids = tokenizer.chat([{"role": "user", "content": prompt}])
     else:
         ids = tokenizer.encode(prompt)
+    sampler = generation.Sampler(*settings, suppress=() if parts else tokenizer.prompt_only)
     tokens = generation.generate(model, ids, args.max_new_tokens, sampler, sorted(stop))
     if not (args.chat or args.fim):
         print(prompt, end="", flush=True)

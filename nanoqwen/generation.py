@@ -13,8 +13,9 @@ from nanoqwen.reference import KVCache, Qwen2
 class Sampler:
     """Chooses the next token: greedy at temperature 0, else a seeded draw.
 
-    In this order, as `transformers` does: repetition penalty (divides positive and multiplies negative logits of
-    tokens already seen; Keskar et al., 2019), temperature, top-k (0: off), top-p (1: off; Holtzman et al., 2020).
+    In this order, as `transformers` does: `suppress` (ids that are never chosen), repetition penalty (divides positive
+    and multiplies negative logits of tokens already seen; Keskar et al., 2019), temperature, top-k (0: off), top-p
+    (1: off; Holtzman et al., 2020).
 
     Raises:
         ValueError: a setting outside its range; the message names it.
@@ -25,6 +26,7 @@ class Sampler:
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    suppress: Sequence[int] = ()
 
     def __post_init__(self):
         for name, ok, want in (
@@ -33,19 +35,25 @@ class Sampler:
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number: 0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("suppress", all(isinstance(t, int) and t >= 0 for t in self.suppress), "token ids"),
         ):
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {want}")
         self.generator: torch.Generator | None = None
+        self.never: Tensor | None = None
 
     def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
         """logits (tokens) and the token ids `seen` so far → the chosen id (1)."""
+        if self.suppress:
+            if self.never is None:
+                self.never = torch.tensor(list(self.suppress), device=logits.device)
+            logits = logits.index_fill(0, self.never, float("-inf"))
         if self.repetition_penalty != 1:
             logits = logits.to(torch.float32, copy=True)  # in bf16 a penalty of 1.01 would often round away
             old = logits[seen]
             logits[seen] = torch.where(old > 0, old / self.repetition_penalty, old * self.repetition_penalty)
         if self.temperature == 0:
-            return logits.argmax(-1, keepdim=True)
+            return logits.float().argmax(-1, keepdim=True)  # on a CPU four times as fast as in bf16
         logits = logits.float() / self.temperature
         if self.top_k:
             logits = logits.masked_fill(logits < logits.topk(min(self.top_k, len(logits))).values[-1], float("-inf"))

@@ -25,6 +25,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 # Mid-tones of the Okabe-Ito hues, each at least 4:1 on white and on JupyterLab's dark grey (tests/test_lesson.py).
 BLUE, GREEN, VERMILLION, PURPLE, GREY = "#2079b4", "#1a8562", "#c25708", "#b0568a", "#757575"
+LISTING = "font-family:var(--jp-code-font-family,monospace);font-size:90%;line-height:1.35;overflow-x:auto"
 
 # A white card with dark text reads on both themes; a transparent figure reads well on neither.
 FIGURE_STYLE = {
@@ -422,7 +423,7 @@ def _highlight(text: str, filename: str) -> str:
         from pygments.style import Style
         from pygments.token import Comment, Keyword, Name, Number, Operator, String
     except ImportError:  # only the `lab` extra needs it
-        return f"<pre>{_escape(text)}</pre>"
+        return f'<pre style="{LISTING}">{_escape(text)}</pre>'
 
     class Neutral(Style):
         styles = {  # noqa: RUF012
@@ -441,7 +442,7 @@ def _highlight(text: str, filename: str) -> str:
     lexer = CudaLexer() if cuda else get_lexer_for_filename(filename)
     # No background and no colour for plain text: both are the theme's.
     body = highlight(text, lexer, HtmlFormatter(style=Neutral, noclasses=True, nowrap=True))
-    return f'<pre style="line-height:1.35;overflow-x:auto">{body}</pre>'
+    return f'<pre style="{LISTING}">{body}</pre>'
 
 
 def _folded(title: str, markup: str, text: str) -> None:

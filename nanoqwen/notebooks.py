@@ -149,6 +149,7 @@ def execute(path: Path, timeout: int = TIMEOUT) -> tuple[NotebookNode, Result]:
             kernel_name=NATIVE_KERNEL_NAME,  # this interpreter's, whatever the notebook's metadata says
             resources={"metadata": {"path": folder}},
             record_timing=False,
+            coalesce_streams=True,  # tokens printed one by one are one output
             extra_arguments=["--log-level=ERROR"],  # its warnings are about the machinery, not the lesson
             on_cell_execute=lambda cell, cell_index: started or started.append(time.perf_counter()),
         )

@@ -67,27 +67,25 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.head_dim, self.kv_heads = layer, config.head_dim, config.num_key_value_heads
+        self.layer, self.head_dim = layer, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, config.q_size, bias=True)
         self.k_proj = nn.Linear(config.hidden_size, config.kv_size, bias=True)
         self.v_proj = nn.Linear(config.hidden_size, config.kv_size, bias=True)
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=False)
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, D)
-
     def forward(self, x: Tensor, positions: Tensor, rope, mask: Tensor, cache: KVCache | None) -> Tensor:
         batch, tokens, _ = x.shape
-        q = rotate(self.heads(self.q_proj(x)), *rope)  # (B, heads, T, D)
-        k = rotate(self.heads(self.k_proj(x)), *rope)  # (B, kv_heads, T, D)
-        v = self.heads(self.v_proj(x))  # (B, kv_heads, T, D)
+        qk = torch.cat((self.q_proj(x), self.k_proj(x)), dim=-1)  # (B, T, (heads + kv_heads)·D): turned together
+        qk = rotate(qk.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), *rope)  # (B, heads + kv_heads, T, D)
+        q, k = qk.split((self.heads, self.kv_heads), dim=1)  # (B, heads, T, D), (B, kv_heads, T, D)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, kv_heads, T, D)
         if cache is not None:
             k, v = cache.append(self.layer, k, v, positions)  # (B, kv_heads, S, D)
         q = q.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)  # (B, kv_heads, group·T, D): no copy of K or V
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5  # (B, kv_heads, group·T, S)
-        scores = scores.unflatten(2, (-1, tokens)).masked_fill(mask, float("-inf"))
-        weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)  # (B, kv_heads, group, T, S)
-        out = weights.flatten(2, 3) @ v  # (B, kv_heads, group·T, D)
+        scores = scores.masked_fill(mask, float("-inf"))
+        out = scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ v  # (B, kv_heads, group·T, D)
         out = out.unflatten(2, (-1, tokens)).flatten(1, 2)  # (B, heads, T, D)
         return self.o_proj(out.transpose(1, 2).reshape(batch, tokens, -1))
 
@@ -148,7 +146,9 @@ class Qwen2(nn.Module):
         x = self.model.embed_tokens(tokens)  # (B, T, hidden)
         rope = rope_tables(self.config, positions, x.dtype)
         seen = cache.extent if cache is not None else tokens.shape[1]
-        mask = torch.arange(seen, device=tokens.device) > positions[:, None]  # (T, S): True where j lies ahead of i
+        # True where token j lies ahead of token i; once for each query head of a group: (group·T, S)
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        mask = (torch.arange(seen, device=tokens.device) > positions[:, None]).repeat(group, 1)
         for layer in self.model.layers:
             x = layer(x, positions, rope, mask, cache)
         x = self.model.norm(x[:, -1:] if last else x)

@@ -116,11 +116,16 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def encode_plain(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    """Each text after an <|endoftext|>, end to end. Text never turns into a special token."""
-    ids, end = [], tokenizer.token_to_id(END)
-    for part in encode_texts(tokenizer, texts):
-        ids += [end, *part]
+def encode_plain(tokenizer: Tokenizer, texts: list[str], rng: random.Random | None = None) -> list[int]:
+    """Each text after an <|endoftext|>, end to end. Text never turns into a special token.
+
+    With `rng`, a text is encoded in pieces of about 60 characters, cut anywhere: so the model also meets the tokens
+    at which a prompt may end, such as the lone space of "def ", which whole texts hardly hold.
+    """
+    end, ids = tokenizer.token_to_id(END), []
+    for text in texts:
+        parts = [text] if rng is None else pieces(text, 10, 110, rng)
+        ids += [end, *(token for part in encode_texts(tokenizer, parts) for token in part)]
     return [*ids, end]
 
 
@@ -132,16 +137,23 @@ def encode_fim(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> li
     prefix, suffix, middle, end = (tokenizer.token_to_id(token) for token in (PREFIX, SUFFIX, MIDDLE, END))
     ids = []
     for text in texts:
-        parts, start = [], 0
-        while start < len(text):
-            piece = text[start : start + rng.randint(200, 1600)]  # short enough to lie in one training window
-            start += len(piece)
+        parts = []
+        for piece in pieces(text, 200, 1600, rng):  # short enough to lie in one training window
             a, b = sorted(rng.randint(0, len(piece)) for _ in range(2))
             parts += [piece[:a], piece[b:], piece[a:b]]
         encoded = encode_texts(tokenizer, parts)
         for before, after, between in zip(encoded[0::3], encoded[1::3], encoded[2::3], strict=True):
             ids += [prefix, *before, suffix, *after, middle, *between, end]
     return ids
+
+
+def pieces(text: str, least: int, most: int, rng: random.Random) -> list[str]:
+    """The text cut into pieces of `least` to `most` characters (the last may be shorter)."""
+    parts, start = [], 0
+    while start < len(text):
+        parts.append(text[start : start + rng.randint(least, most)])
+        start += len(parts[-1])
+    return parts
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -210,10 +222,21 @@ def loss_of(model: reference.Qwen2, tokens: Tensor, targets: Tensor, reduction: 
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
-def draw(stream: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """`rows` windows (rows, length + 1) from random places of a stream of tokens."""
-    starts = torch.randint(len(stream) - length, (rows, 1), generator=generator).to(stream.device)
-    return stream[starts + torch.arange(length + 1, device=stream.device)]
+def draw(stream: Tensor, starts: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """`rows` windows (rows, length + 1) of a stream of tokens, from places drawn out of `starts` (ascending)."""
+    fitting = int(torch.searchsorted(starts, len(stream) - length))  # a start at len − length − 1 still fits
+    chosen = starts[torch.randint(fitting, (rows, 1), generator=generator).to(stream.device)]
+    return stream[chosen + torch.arange(length + 1, device=stream.device)]
+
+
+def add_dropout(model: reference.Qwen2, p: float) -> None:
+    """Zero a share `p` of what the embedding and each sub-layer give, while training (Srivastava et al., 2014).
+
+    As hooks: the reference decoder itself never needs it.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(("embed_tokens", "self_attn", "mlp")):
+            module.register_forward_hook(lambda module, _, output: F.dropout(output, p, module.training))
 
 
 @torch.no_grad()
@@ -226,11 +249,13 @@ def validation_nats(model: reference.Qwen2, stream: Tensor, length: int, rows: i
     return sum(loss_of(model, x, y, "sum").double().item() for x, y in pairs)
 
 
-def train(model: reference.Qwen2, plain: Tensor, fim: Tensor, valid: Tensor, args: argparse.Namespace) -> list[dict]:
+def train(
+    model: reference.Qwen2, plain: Tensor, fim: Tensor, fim_prefix: int, valid: Tensor, args: argparse.Namespace
+) -> list[dict]:
     """Train in place and leave the weights with the lowest validation loss; return the curve.
 
-    Three quarters of a batch are plain source, one quarter fill-in-the-middle. The last tenth of the steps sees
-    windows four times as long, so that the model keeps its head over its whole context.
+    Three quarters of a batch are plain source, one quarter fill-in-the-middle. Every eighth step sees windows four
+    times as long, so that the model keeps its head over its whole context.
     """
     device = plain.device
     autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
@@ -241,6 +266,11 @@ def train(model: reference.Qwen2, plain: Tensor, fim: Tensor, valid: Tensor, arg
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     warmup = max(1, args.steps // 20)
     generator = torch.Generator().manual_seed(args.seed)
+    anywhere = torch.arange(len(plain), device=device)
+    # A window that began inside an example would show its marks without <|fim_prefix|>, as if plain code had them.
+    examples = (fim == fim_prefix).nonzero().flatten()
+    if args.dropout:
+        add_dropout(model, args.dropout)
     curve, best, weights, since, seen = [], float("inf"), {}, 0.0, 0
     begin = time.perf_counter()
     try:
@@ -248,10 +278,11 @@ def train(model: reference.Qwen2, plain: Tensor, fim: Tensor, valid: Tensor, arg
             done = max(0, step - warmup) / max(1, args.steps - warmup)
             for group in optimizer.param_groups:  # linear warm-up, then a cosine down to a twentieth
                 group["lr"] = args.lr * min(step / warmup, 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
-            long = step > 0.9 * args.steps
-            length, rows = (args.length * 4, max(2, args.batch // 4)) if long else (args.length, args.batch)
+            length, rows = (args.length, args.batch) if step % 8 else (args.length * 4, max(2, args.batch // 4))
             quarter = max(1, rows // 4)
-            batch = torch.cat((draw(plain, rows - quarter, length, generator), draw(fim, quarter, length, generator)))
+            source = draw(plain, anywhere, rows - quarter, length, generator)
+            batch = torch.cat((source, draw(fim, examples, quarter, length, generator)))
+            model.train()
             with autocast:
                 loss = loss_fn(model, batch[:, :-1], batch[:, 1:])
             loss.backward()
@@ -261,6 +292,7 @@ def train(model: reference.Qwen2, plain: Tensor, fim: Tensor, valid: Tensor, arg
             since, seen = since + loss.detach(), seen + rows * length
             if step % args.every and step != args.steps:
                 continue
+            model.eval()
             with autocast:
                 nats = validation_nats(model, valid, args.length, args.batch) / (len(valid) - 1)
             row = {
@@ -296,11 +328,13 @@ def complete(model: reference.Qwen2, tokenizer: Tokenizer, prompt: list[int], sa
 
 def sample_completions(model: reference.Qwen2, tokenizer: Tokenizer) -> list[dict]:
     """64 tokens after each of `PROMPTS`, greedy and drawn, and one fill-in-the-middle."""
-    warm = {"temperature": 0.8, "top_p": 0.95, "seed": 0}
+    marks = {"suppress": [tokenizer.token_to_id(token) for token in (PREFIX, MIDDLE, SUFFIX, PAD, IM_START)]}
+    warm = {"temperature": 0.8, "top_p": 0.95, "seed": 0, **marks}
     samples = []
     for text in PROMPTS:
         prompt = [tokenizer.token_to_id(END), *tokenizer.encode(text).ids]
-        samples.append({"prompt": text, "how": "greedy", "completion": complete(model, tokenizer, prompt)})
+        greedy = complete(model, tokenizer, prompt, Sampler(**marks))
+        samples.append({"prompt": text, "how": "greedy", "completion": greedy})
         drawn = complete(model, tokenizer, prompt, Sampler(**warm))
         samples.append({"prompt": text, "how": "temperature 0.8, top-p 0.95, seed 0", "completion": drawn})
     before, after = FIM_PROMPT
@@ -318,9 +352,8 @@ def model_card(facts: dict) -> str:
         text = each["prompt"] + "⟦" + each["completion"] + "⟧" + each.get("suffix", "")
         samples.append(f"{each['how'].capitalize()}:\n\n````python\n{text}\n````\n")
     f = facts
-    options = " ".join(
-        f"--{name.replace('_', '-')} {f[name]}" for name in ("batch", "length", "lr", "weight_decay", "seed")
-    )
+    names = ("steps", "batch", "length", "lr", "weight_decay", "dropout", "seed")
+    options = " ".join(f"--{name.replace('_', '-')} {f[name]}" for name in names)
     return f"""---
 license: mit
 library_name: transformers
@@ -359,10 +392,11 @@ carry further notices. The weights, like nanoqwen, are under the MIT licence.
 
 ## Training
 
-    python -m nanoqwen.tiny --steps {f["steps"]} {options}
+    python -m nanoqwen.tiny {options}
 
-AdamW, cosine schedule with warm-up, gradient clipping, {"bf16 autocast over fp32 weights" if f["bf16"] else "fp32"};
-{f["length"]} tokens a window ({f["length"] * 4:,} in the last tenth of the steps); a quarter of each batch is
+AdamW, cosine schedule with warm-up, gradient clipping, dropout,
+{"bf16 autocast over fp32 weights" if f["bf16"] else "fp32"};
+{f["length"]} tokens a window ({f["length"] * 4:,} in every eighth step); a quarter of each batch is
 fill-in-the-middle. On {f["device"]}, torch {f["torch"]}: {f["train_seconds"]:.0f} seconds, {f["seen_tokens"]:,} tokens
 seen. The weights are those with the lowest validation loss, at step {f["best_step"]:,} of {f["steps"]:,}. The seed
 fixes the data order and the initial weights; on a GPU the last bits may still differ from run to run.
@@ -379,7 +413,8 @@ token**; in windows of {f["length"] * 4:,}: {f["validation_loss_long"]:.3f}. On 
 
 ## Samples
 
-Between ⟦ and ⟧ stands what the model wrote, 64 tokens at most, not chosen.
+Between ⟦ and ⟧ stands what the model wrote, 64 tokens at most, not chosen. Marks
+that only prompts hold are suppressed, as `nanoqwen generate` does.
 
 {chr(10).join(samples)}
 ## Limits
@@ -424,11 +459,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--stdlib", type=Path, default=None, help="folder of the library (default: this Python's own)")
     parser.add_argument("--out", type=Path, default=TINY, help="folder to write")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=256, help="windows a step")
     parser.add_argument("--length", type=int, default=512, help="tokens a window")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--every", type=int, default=100, help="steps between validations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -437,6 +473,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, least in (("steps", 1), ("batch", 2), ("length", 8), ("every", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} is {getattr(args, name)}; it must be {least} or more")
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout is {args.dropout}; it must be 0 or more and below 1")
     if args.length * 4 > 2048:
         parser.error(f"--length is {args.length}; four times that must fit the context of 2048")
     return args
@@ -444,9 +482,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     stdlib = args.stdlib or Path(sysconfig.get_path("stdlib"))
     train_files, valid_files = read_corpus(stdlib)
+    args.out.mkdir(parents=True, exist_ok=True)  # before the minutes of training, not after
     train_texts, valid_texts = list(train_files.values()), list(valid_files.values())
     train_bytes, valid_bytes = "".join(train_texts).encode(), "".join(valid_texts).encode()
     print(f"corpus: {len(train_files):,} files, {len(train_bytes):,} bytes; "
@@ -454,8 +492,9 @@ def main(argv: list[str] | None = None) -> None:
 
     torch.manual_seed(args.seed)
     tokenizer = train_tokenizer(train_texts)
-    plain = torch.tensor(encode_plain(tokenizer, train_texts), device=args.device)
-    fim = torch.tensor(encode_fim(tokenizer, train_texts, random.Random(args.seed)), device=args.device)
+    rng = random.Random(args.seed)
+    plain = torch.tensor(encode_plain(tokenizer, train_texts, rng), device=args.device)
+    fim = torch.tensor(encode_fim(tokenizer, train_texts, rng), device=args.device)
     valid = torch.tensor(encode_plain(tokenizer, valid_texts), device=args.device)
     if min(len(plain), len(fim)) <= args.length * 4:
         raise ValueError(f"--stdlib {stdlib}: {len(plain):,} tokens do not fill a window of {args.length * 4:,}")
@@ -465,7 +504,7 @@ def main(argv: list[str] | None = None) -> None:
     model = fresh_model(tiny_config(tokenizer)).to(args.device)
     model.num_tokens = tokenizer.get_vocab_size()
     begin = time.perf_counter()
-    curve = train(model, plain, fim, valid, args)
+    curve = train(model, plain, fim, tokenizer.token_to_id(PREFIX), valid, args)
     seconds = time.perf_counter() - begin
 
     # From here on the weights are what the file holds: rounded to bf16.
@@ -490,7 +529,7 @@ def main(argv: list[str] | None = None) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": 2 * sum(p.numel() for p in model.parameters()),
         "steps": args.steps, "batch": args.batch, "length": args.length, "lr": args.lr,
-        "weight_decay": args.weight_decay, "seed": args.seed,
+        "weight_decay": args.weight_decay, "dropout": args.dropout, "seed": args.seed,
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "a CPU",
         "bf16": args.device.startswith("cuda"), "torch": torch.__version__,
         "train_seconds": seconds,
@@ -506,4 +545,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -102,6 +102,12 @@ class Tokenizer:
         ids = [self._check(i) for i in ids]
         return self._parse.decode(ids, skip_special_tokens=skip_special)
 
+    @property
+    def prompt_only(self) -> tuple[int, ...]:
+        """Ids that stand in prompts and not in answers, for `Sampler.suppress`: fill-in-the-middle marks and turns."""
+        marks = (*FIM, "<|fim_pad|>", "<|im_start|>")
+        return tuple(self.special[text] for text in marks if text in self.special)
+
     def fim(self, prefix: str, suffix: str) -> list[int]:
         """The prompt that asks for the text between `prefix` and `suffix` (Bavarian et al., 2022; Qwen's order P S M).
 

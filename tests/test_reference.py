@@ -9,7 +9,7 @@ from toys import TOY, random_weights, transformers_twin
 from nanoqwen import reference
 from nanoqwen.config import ModelConfig
 from nanoqwen.generation import generate
-from nanoqwen.reference import KVCache, build
+from nanoqwen.reference import KVCache, Qwen2, build
 
 
 def random_tokens(config: ModelConfig, count: int, batch: int = 1) -> torch.Tensor:
@@ -168,6 +168,12 @@ def test_a_built_model_holds_the_given_tensors_and_no_copies():
         assert held == {name: w.data_ptr() for name, w in weights.items()}
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_fresh_tied_model_has_one_weight_for_embedding_and_head():
+    for tied in (True, False):
+        model = Qwen2(replace(TOY, tie_word_embeddings=tied))
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 def test_a_missing_or_misshapen_weight_is_named():

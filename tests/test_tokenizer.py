@@ -86,10 +86,12 @@ def corpus() -> list[str]:
 
 
 def assert_equal_on(texts, ours, theirs):
+    tags = [token.content for token in theirs.added_tokens_decoder.values() if not token.special]
     for text in texts:
         ids = ours.encode(text, allow_special=True)
         assert ids == theirs.encode(text), text
-        assert ours.encode(text) == theirs.encode(text, split_special_tokens=True), text
+        if not any(tag in text for tag in tags):  # the library lets these through: see the tests below
+            assert ours.encode(text) == theirs.encode(text, split_special_tokens=True), text
         assert ours.decode(ids) == theirs.decode(ids), text
 
 
@@ -124,6 +126,7 @@ def test_the_real_vocabularys_ids_equal_transformers(real):
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+@example(text="<|fim_middle|> <|im_end|>")
 def test_any_text_has_transformers_ids(ours, theirs, text):
     assert_equal_on([text], ours, theirs)
 
@@ -363,7 +366,9 @@ def test_truncation_and_padding_in_the_file_change_nothing(tmp_path, ours):
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
     save_tokenizer(tmp_path, backend)
-    assert Tokenizer.load(tmp_path).encode("one two three") == ours.encode("one two three")
+    for allow_special in (False, True):
+        ids = Tokenizer.load(tmp_path).encode("one two three four", allow_special)
+        assert ids == ours.encode("one two three four") and len(ids) > 4
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -87,8 +87,7 @@ class Program:
             nanoqwen.simt.CompileError: the source does not compile; file, line and the compiler's words.
             RuntimeError: no machine to run it on, or the launch failed.
         """
-        if self._state != (state := _sources_state()):
-            self._simt, self._gpu, self._modules, self._state = None, {}, {}, state
+        self._look_at_sources()
         if device.type == "cuda":
             kernel = self._gpu.get((name, device.index or 0)) or self._gpu_kernel(name, device.index or 0)
             kernel.launch(grid, block, args, shared_bytes)
@@ -98,13 +97,32 @@ class Program:
         params = self._params(name)
         if len(params) != len(args):
             raise TypeError(f"{name} takes {len(params)} arguments, got {len(args)}")
-        if self._simt is None:
-            source = CSRC / self.source if isinstance(self.source, Path) else self.source
-            self._simt = simt.compile(
-                source, list(self.kernels), filename=self.filename, first_line=self.first_line, include_dirs=(INCLUDE,)
-            )
+        self.compile(device)
         typed = [arg if kind == "p" else _C_TYPES[kind](arg) for kind, arg in zip(params, args, strict=True)]
         self._simt[name].launch(grid, block, typed, shared_bytes, outputs=outputs)
+
+    def compile(self, device: torch.device) -> None:
+        """Compile for `device` now, if it has not been done since the sources last changed.
+
+        Raises:
+            nanoqwen.simt.CompileError, RuntimeError: as `launch`.
+        """
+        self._look_at_sources()
+        if device.type == "cuda":
+            if (index := device.index or 0) not in self._modules:
+                self._modules[index] = self._compile_for_gpu(index)
+        elif self._simt is None:
+            self._simt = simt.compile(
+                CSRC / self.source if isinstance(self.source, Path) else self.source,
+                list(self.kernels),
+                filename=self.filename,
+                first_line=self.first_line,
+                include_dirs=(INCLUDE,),
+            )
+
+    def _look_at_sources(self) -> None:
+        if self._state != (state := _sources_state()):
+            self._simt, self._gpu, self._modules, self._state = None, {}, {}, state
 
     def _params(self, name: str) -> str:
         if name not in self.kernels:
@@ -113,8 +131,7 @@ class Program:
 
     def _gpu_kernel(self, name: str, device: int) -> "_GpuKernel":
         params = self._params(name)
-        if device not in self._modules:
-            self._modules[device] = self._compile_for_gpu(device)
+        self.compile(torch.device("cuda", device))
         kernel = self._gpu[name, device] = _GpuKernel(self._modules[device], name, params, device)
         return kernel
 
