@@ -194,9 +194,7 @@ class Picture:
     def sectors(self) -> list[int]:
         """Numbers of the sectors touched, counted from the buffer's start."""
         size = self.bytes_per_lane
-        return sorted(
-            {s for o in self.offsets.values() for s in range(o // SECTOR, (o + size - 1) // SECTOR + 1)}
-        )
+        return sorted({s for o in self.offsets.values() for s in range(o // SECTOR, (o + size - 1) // SECTOR + 1)})
 
 
 @dataclass
@@ -222,9 +220,7 @@ class Report:
     @property
     def lines(self) -> list[Line]:
         """One entry for each source line and kind of access, in the order of the source."""
-        return sorted(
-            self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how, e.buffers)
-        )
+        return sorted(self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how, e.buffers))
 
     @property
     def clean(self) -> bool:
@@ -308,9 +304,7 @@ class Report:
 
         def access(label: str, requests: int, amount: int, unit: str) -> None:
             if requests:
-                rows.append(
-                    (label, f"{requests:,} requests, {amount:,} {unit} ({amount / requests:.1f} a request)")
-                )
+                rows.append((label, f"{requests:,} requests, {amount:,} {unit} ({amount / requests:.1f} a request)"))
 
         access("global loads", t.global_load_requests, t.global_load_sectors, "sectors")
         access("global stores", t.global_store_requests, t.global_store_sectors, "sectors")
@@ -351,10 +345,7 @@ class Report:
         if len(table) > 1:
             widths = [max(len(row[i]) for row in table) for i in range(6)]
             for row in table:
-                cells = [
-                    c.ljust(w) if i < 2 else c.rjust(w)
-                    for i, (c, w) in enumerate(zip(row, widths, strict=False))
-                ]
+                cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
                 out.append(("  " + "  ".join(cells) + "  " + row[6]).rstrip())
         out.append(f"  {len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)}")
         out += [str(f) for f in self.findings]
@@ -370,9 +361,7 @@ class Report:
         parts.append("</table>")
         rows = self._table()
         if rows:
-            heads = "".join(
-                cell(c, "th", left if i in (0, 1, 6) else right) for i, c in enumerate(self._COLUMNS)
-            )
+            heads = "".join(cell(c, "th", left if i in (0, 1, 6) else right) for i, c in enumerate(self._COLUMNS))
             parts.append(f"<table><tr>{heads}</tr>")
             most = max((e.sectors or e.wavefronts for e in self.lines), default=1) or 1
             for entry, row in zip(self.lines, rows, strict=True):
@@ -420,8 +409,10 @@ def _shape(triple: Sequence[int]) -> str:
     return str(sizes[0]) if len(sizes) == 1 else "(" + ",".join(map(str, sizes)) + ")"
 
 
-# Colours of Okabe and Ito, told apart by everyone, on a white or a black page. Text is a middle grey.
-_BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#808080"
+# Colours of Okabe and Ito, told apart by everyone. A figure stands on a white card of its own, as all figures of the
+# lessons do: it reads the same on a light and on a dark page.
+_BLUE, _ORANGE, _PALE, _INK, _GREY = "#0072B2", "#E69F00", "#F3F3F3", "#222222", "#666666"
+_LANES = 32
 
 
 def plot(report: Report, line: int | None = None, pictures: int = 1, source: bool = True):
@@ -429,69 +420,85 @@ def plot(report: Report, line: int | None = None, pictures: int = 1, source: boo
 
     shown = [e for e in report.lines if e.space == "global" and e.pictures and line in (None, e.line)]
     if not shown and line is not None:
-        raise ValueError(
-            f"line {line} makes no global access; lines that do: {[e.line for e in report.lines]}"
-        )
+        raise ValueError(f"line {line} makes no global access; lines that do: {[e.line for e in report.lines]}")
     requests = [(e, p) for e in shown for p in e.pictures[:pictures]][:6]
     heat = _heat(report) if source else []
     panels = len(requests) + bool(heat)
     if not panels:
         raise ValueError("there is nothing to draw: the kernel made no global access")
-    heights = [2.2] * len(requests) + ([0.6 + 0.19 * len(heat)] if heat else [])
-    figure, axes = plt.subplots(
-        panels, 1, figsize=(9, sum(heights) + 0.8), gridspec_kw={"height_ratios": heights}, squeeze=False
-    )
-    figure.patch.set_alpha(0)
-    for axis, (entry, picture) in zip(axes[:, 0], requests, strict=False):
-        _draw_request(axis, entry, picture)
-    if heat:
-        _draw_heat(axes[-1, 0], heat)
-    figure.suptitle(f"simulated · {report._heading()}", color=_GREY, fontsize=11)
-    figure.tight_layout()
+    heights = [1.45] * len(requests) + ([0.4 + 0.17 * len(heat)] if heat else [])
+    with plt.rc_context({"figure.constrained_layout.use": False, "axes.grid": False, "font.size": 9}):
+        figure, axes = plt.subplots(
+            panels,
+            1,
+            figsize=(7.6, sum(heights) + 0.6),
+            gridspec_kw={"height_ratios": heights},
+            squeeze=False,
+            layout="constrained",
+            facecolor="white",
+        )
+        for axis, (entry, picture) in zip(axes[:, 0], requests, strict=False):
+            _draw_request(axis, entry, picture)
+        if heat:
+            _draw_heat(axes[-1, 0], heat)
+        figure.suptitle(f"simulated · {report._heading()}", color=_INK, fontsize=10, x=0.01, ha="left")
     plt.close(figure)  # a notebook shows the figure that the cell returns; it need not show it twice
     return figure
 
 
-def _bare(axis) -> None:
-    axis.patch.set_alpha(0)
-    axis.tick_params(colors=_GREY, labelsize=8)
+def _bare(axis, title: str) -> None:
+    axis.set(xticks=[], yticks=[], facecolor="white")
     for side in axis.spines.values():
-        side.set_color(_GREY)
-        side.set_linewidth(0.5)
+        side.set_visible(False)
+    axis.set_title(title, fontsize=9, color=_INK, loc="left")
+
+
+def _places(sectors: Sequence[int]) -> tuple[dict[int, float], float]:
+    """Where each sector's box begins on an axis as wide as the lanes, and how wide a box is.
+
+    Neighbours in memory touch; others stand apart.
+    """
+    at, starts = 0.0, {}
+    for before, sector in zip([sectors[0] - 1, *sectors], sectors, strict=False):
+        at += 0.0 if sector == before + 1 else 0.45
+        starts[sector] = at
+        at += 1.0
+    width = min(_LANES / at, 5.0)
+    margin = (_LANES - at * width) / 2
+    return {sector: margin + start * width for sector, start in starts.items()}, width
 
 
 def _draw_request(axis, entry: Line, picture: Picture) -> None:
-    """Lanes on the upper line, sectors on the lower one, and a stroke for each touch."""
-    sectors = picture.sectors
-    place = {sector: i for i, sector in enumerate(sectors)}
-    # Sectors are spread over the width of the 32 lanes; one that stands apart from its neighbour gets a gap.
-    width = 31 / max(1, len(sectors) - 1) if len(sectors) > 1 else 0
+    """Lanes above; below, the sectors that move: the bytes that lanes ask for are filled, the rest of a box is pale."""
+    sectors, size = picture.sectors, picture.bytes_per_lane
+    place, width = _places(sectors)
     for lane, offset in picture.offsets.items():
-        for sector in range(offset // SECTOR, (offset + picture.bytes_per_lane - 1) // SECTOR + 1):
-            x = place[sector] * width if len(sectors) > 1 else 15.5
-            axis.plot([lane, x], [1, 0.12], color=_BLUE, linewidth=0.8, alpha=0.8)
-    axis.scatter(list(picture.offsets), [1] * len(picture.offsets), color=_BLUE, s=18, zorder=3)
-    xs = [place[s] * width if len(sectors) > 1 else 15.5 for s in sectors]
-    axis.scatter(xs, [0.12] * len(xs), color=_ORANGE, marker="s", s=34, zorder=3)
-    step = max(1, len(sectors) // 8)
-    for sector, x in list(zip(sectors, xs, strict=True))[::step]:
-        axis.text(x, -0.02, f"{sector * SECTOR:,}", ha="center", va="top", fontsize=7, color=_GREY)
-    axis.text(-1, 1, "lanes", ha="right", va="center", fontsize=8, color=_GREY)
-    axis.text(-1, 0.12, "sectors", ha="right", va="center", fontsize=8, color=_GREY)
-    axis.set_xlim(-4, 32)
-    axis.set_ylim(-0.25, 1.2)
-    axis.set_yticks([])
-    axis.set_xticks([])
-    axis.set_xlabel(f"byte offset in {picture.buffer}", fontsize=8, color=_GREY)
-    moved, needed = len(sectors) * SECTOR, len(set(picture.offsets.values())) * picture.bytes_per_lane
-    axis.set_title(
-        f"line {entry.line}: {entry.how} of {picture.buffer}, one request of warp {picture.warp}: "
-        f"{len(sectors)} sector{'s' * (len(sectors) != 1)}, {needed:,} bytes needed, {moved:,} moved",
-        fontsize=9,
-        color=_GREY,
-        loc="left",
-    )
-    _bare(axis)
+        for sector in range(offset // SECTOR, (offset + size - 1) // SECTOR + 1):
+            low = max(offset, sector * SECTOR) - sector * SECTOR
+            high = min(offset + size, (sector + 1) * SECTOR) - sector * SECTOR
+            left, right = (place[sector] + width * b / SECTOR for b in (low, high))
+            seen = max(right, left + 0.13)  # two bytes of a narrow box must still be seen
+            axis.fill_between([left, seen], 0.01, 0.23, color=_ORANGE, linewidth=0, zorder=2)
+            axis.plot([lane + 0.5, (left + right) / 2], [0.92, 0.25], color=_BLUE, linewidth=0.7, alpha=0.75)
+    for start in place.values():
+        axis.fill_between([start, start + width], 0, 0.24, facecolor=_PALE, edgecolor="none", zorder=1)
+        axis.plot(
+            [start, start + width, start + width, start, start], [0, 0, 0.24, 0.24, 0], color=_INK, lw=0.6, zorder=3
+        )
+    axis.scatter([lane + 0.5 for lane in picture.offsets], [1] * len(picture.offsets), color=_BLUE, s=16, zorder=3)
+    for lane in (0, 8, 16, 24, 31):
+        axis.text(lane + 0.5, 1.13, str(lane), ha="center", va="bottom", fontsize=7, color=_GREY)
+    labels = list(place.items())[:: max(1, -(-len(sectors) // 7))]
+    for sector, start in labels:
+        axis.text(start, -0.07, f"{sector * SECTOR:,}", ha="left", va="top", fontsize=7, color=_GREY)
+    for y, text in ((1, "lane"), (0.12, "sectors"), (-0.19, "at byte")):
+        axis.text(-0.5, y, text, ha="right", va="center", fontsize=8, color=_GREY)
+    axis.set_xlim(-3, _LANES + 0.2)
+    axis.set_ylim(-0.3, 1.3)
+    moved, needed = len(sectors) * SECTOR, len(set(picture.offsets.values())) * size
+    count = f"{len(sectors)} sector{'s' * (len(sectors) != 1)}"
+    what = f"line {entry.line}: one {entry.how} of {picture.buffer} by a warp"
+    _bare(axis, f"{what}: {needed:,} bytes asked for, {count} = {moved:,} bytes moved")
 
 
 def _heat(report: Report) -> list[tuple[int, str, int]]:
@@ -514,15 +521,13 @@ def _draw_heat(axis, heat: list[tuple[int, str, int]]) -> None:
     most = max(amount for *_, amount in heat) or 1
     for i, (number, text, amount) in enumerate(heat):
         if amount:
-            axis.barh(i, 0.18 * amount / most, left=0.0, height=0.85, color=_ORANGE)
-            axis.text(0.19, i, f"{amount:,}", fontsize=7, va="center", color=_GREY)
-        axis.text(0.275, i, f"{number}", fontsize=7, va="center", ha="right", color=_GREY, family="monospace")
+            axis.barh(i, 0.12 * amount / most, left=0.0, height=0.8, color=_ORANGE)
+            axis.text(0.205, i, f"{amount:,}", fontsize=7, va="center", ha="right", color=_INK)
+        axis.text(0.25, i, f"{number}", fontsize=7, va="center", ha="right", color=_GREY, family="monospace")
         shown = text.expandtabs(4)
-        shown = shown if len(shown) <= 92 else shown[:91] + "…"
-        axis.text(0.285, i, shown, fontsize=7, va="center", color=_GREY, family="monospace")
+        shown = shown if len(shown) <= 88 else shown[:87] + "…"
+        colour = _INK if amount else _GREY
+        axis.text(0.26, i, shown, fontsize=7, va="center", color=colour, family="monospace")
     axis.set_xlim(0, 1)
     axis.set_ylim(len(heat) - 0.4, -0.6)
-    axis.set_yticks([])
-    axis.set_xticks([])
-    axis.set_title("sectors moved by each line", fontsize=9, color=_GREY, loc="left")
-    _bare(axis)
+    _bare(axis, "sectors moved by each line, all requests together")
