@@ -125,7 +125,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parameter(kernel: str, text: str, template: Sequence[str]) -> Parameter:
-    words = re.sub(r"\b(?:__restrict__|__restrict|volatile)\b", " ", text.split("=")[0])
+    words = re.sub(r"\b(?:__restrict__|__restrict|volatile)\b", " ", re.split(r"[=\[]", text)[0])
     name = re.search(r"(\w+)\s*$", words)
     before = words[: name.start()] if name else words
     if not name or not before.strip():
