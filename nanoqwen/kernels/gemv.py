@@ -11,6 +11,7 @@ from nanoqwen.kernels.launch import Program
 
 C_NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 LANES, LOADS = (32, 64, 128), (7, 4, 2)  # instances of the last step
+H200_SMS = 132
 WARPS_PER_SM = 32  # with fewer than this, loads in flight do not cover the latency of memory
 
 _PARAMS = "pppii"
@@ -69,13 +70,16 @@ def gemv_rows(w: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     return _step("rows", w, x, out, rows_per_warp=2)
 
 
-def gemv(w: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+def gemv(w: Tensor, x: Tensor, out: Tensor | None = None, *, sms: int | None = None) -> Tensor:
     """y = W x, the launch chosen for the shape (lesson 03, step 5).
 
     As `gemv_naive`; a row must be a multiple of 16 bytes.
+
+    Args:
+        sms: choose as for a GPU of so many multiprocessors; default: this GPU's, or an H200's on a CPU.
     """
     rows, cols, out = _arguments(w, x, out)
-    name, grid = _plan(w.dtype, rows, cols, _sms(w.device) if w.is_cuda else 132)
+    name, grid = _plan(w.dtype, rows, cols, sms or (_sms(w.device) if w.is_cuda else H200_SMS))
     _LADDER[w.dtype].launch(name, w.device, grid, 128, (w, x, out, rows, cols), outputs=_OUTPUTS)
     return out
 

@@ -47,12 +47,9 @@ def test_results_are_right_and_the_simt_machine_s_bit_for_bit(kernel, dtype):
         y = nothing(rows, dtype)
         kernel(w.cuda(), x.cuda(), out=y)
         assert error(y, reference) < TOLERANCE[dtype], (rows, cols)
-        if kernel is kernels.gemv:  # the launch depends on how many multiprocessors there are
-            assert error(kernel(w, x), reference) < TOLERANCE[dtype]
-            sms = torch.cuda.get_device_properties(0).multi_processor_count
-            if sms != 132:
-                continue
-        assert torch.equal(y.cpu(), kernel(w, x)), (rows, cols)
+        # The order of additions depends on the launch, which gemv chooses for the number of multiprocessors.
+        same = {"sms": torch.cuda.get_device_properties(0).multi_processor_count} if kernel is kernels.gemv else {}
+        assert torch.equal(y.cpu(), kernel(w, x, **same)), (rows, cols)
 
 
 @by_name
