@@ -14,6 +14,8 @@ from typing import Any
 
 SECTOR = 32  # bytes: what a GPU moves at least
 _HOW = ("load", "store", "atomic", "async copy")
+# A barrier that some threads miss is a cause, what is then read too early its effect: causes come first.
+_CAUSES = ("fault", "deadlock", "synccheck", "memcheck", "racecheck", "initcheck")
 
 
 @dataclass
@@ -232,7 +234,7 @@ class Report:
         filename, first_line, text = source
         self._sources[filename] = (first_line, text)
         self.launches.append(Launch(kernel, grid, block, buffers))
-        self.findings.extend(findings)
+        self.findings.extend(sorted(findings, key=lambda f: _CAUSES.index(f.kind) if f.kind in _CAUSES else -1))
         totals = self.totals
         totals.launches += 1
         for site in sites:
@@ -353,7 +355,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         def cell(text: str, tag: str = "td", style: str = "") -> str:
-            return f"<{tag} style='padding:2px 10px;{style}'>{html.escape(text)}</{tag}>"
+            return f"<{tag} style='padding:2px 10px;white-space:nowrap;{style}'>{html.escape(text)}</{tag}>"
 
         left, right = "text-align:left;", "text-align:right;"
         parts = [f"<div><b>simulated</b> · <code>{html.escape(self._heading())}</code></div><table>"]
@@ -375,11 +377,8 @@ class Report:
             parts.append("</table>")
         if self.findings:
             parts.append(f"<div><b>{len(self.findings)} finding{'s' * (len(self.findings) != 1)}</b></div>")
-            for finding in self.findings:
-                parts.append(
-                    "<pre style='border-left:4px solid #D55E00;padding-left:8px;white-space:pre-wrap'>"
-                    f"{html.escape(str(finding))}</pre>"
-                )
+            style = "border-left:4px solid #D55E00;padding-left:8px;white-space:pre-wrap;font-family:monospace"
+            parts += [f"<pre style='{style}'>{html.escape(str(finding))}</pre>" for finding in self.findings]
         else:
             parts.append("<div>no findings</div>")
         return "".join(parts)
