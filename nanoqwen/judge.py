@@ -143,7 +143,7 @@ def check_kernel(
         kept = [t.clone() for t in given]
         out = torch.full_like(want, float("nan"), dtype=dtype, device=where)
         report = simt.observe(run, *given, out) if observe else run(*given, out)
-        if observe and report.findings:
+        if observe and (report.findings or not report.totals.launches):
             return report
         what = f"{name}, shape {' × '.join(map(str, shape))}"
         if any(not a.equal(b) for a, b in zip(given, kept, strict=True)):
@@ -188,15 +188,14 @@ def _plausible(what: str, out: Tensor, given: Sequence[Tensor]) -> None:
 
 
 def _tell_finding(name: str, report: Report) -> None:
-    finding = report.findings[0]
-    more = len(report.findings) - 1
-    rest = f" (and {more} more finding{'s' * (more > 1)})" if more else ""
-    head = f"{finding.kind}: {finding.what}{rest}"
+    words = "\n".join(map(str, report.findings[:4]))
+    if len(report.findings) > 4:
+        words += f"\nand {len(report.findings) - 4} more"
     display(
         f"<p>○ <b>{escape(name)}</b>: not yet. The machine found (simulated):</p>"
-        f'<pre style="border-left:4px solid #D55E00;padding-left:8px;white-space:pre-wrap">{escape(finding)}</pre>'
-        + (f"<p>{escape(rest.strip(' ()'))}</p>" if rest else ""),
-        f"○ {name}: not yet. The machine found {head}\n{finding}",
+        f'<pre style="border-left:4px solid #D55E00;padding-left:8px;white-space:pre-wrap;font-family:monospace">'
+        f"{escape(words)}</pre>",
+        f"○ {name}: not yet. The machine found (simulated):\n{words}",
     )
 
 

@@ -88,7 +88,7 @@ def diff(before: str | CudaKernel, after: str | CudaKernel, counts: tuple[Report
 
 
 def _code(kernel: str | CudaKernel, rename: tuple[str, str] | None = None) -> list[str]:
-    """The kernel's lines without blank ones and whole-line comments, which say in words what the lines show."""
+    """The kernel's lines without blank ones and comments, which say in words what the lines show."""
     if isinstance(kernel, CudaKernel):
         lines = kernel.program.source.splitlines()
         first, last = _extent(lines, kernel.__name__) or (1, len(lines))
@@ -97,7 +97,8 @@ def _code(kernel: str | CudaKernel, rename: tuple[str, str] | None = None) -> li
         lines = (CSRC / Path(path)).read_text(encoding="utf-8").splitlines()
     if rename:
         lines = [re.sub(rf"\b{re.escape(rename[0])}\b", rename[1], line) for line in lines]
-    return [line for line in lines[first - 1 : last] if line.strip() and not line.lstrip().startswith("//")]
+    plain = [re.sub(r"\s*//.*$", "", line) for line in lines[first - 1 : last]]
+    return [line for line in plain if line.strip()]
 
 
 def _changes(before: list[str], after: list[str]) -> list[tuple[str, str]]:
@@ -140,7 +141,7 @@ def _counts(names: list[str], reports: tuple[Report, Report]) -> tuple[str, str]
         + "</tr>"
         for row in rows
     )
-    head = "".join(f"<th>{escape(h)}</th>" for h in heads)
+    head = "".join(f'<th style="text-align:{"right" if i else "left"}">{escape(h)}</th>' for i, h in enumerate(heads))
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(4)]
     plain = [
         "  ".join(v.rjust(w) if i else v.ljust(w) for i, (v, w) in enumerate(zip(row, widths, strict=True))).rstrip()

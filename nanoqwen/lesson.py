@@ -230,7 +230,7 @@ def solution(code: str, why: str = "") -> None:
     """A folded solution: the explanation first, then the code."""
     code = inspect.cleandoc(code)
     before = f"<p>{prose(why)}</p>" if why else ""
-    name = "solution.cu" if "__global__" in code else "solution.py"
+    name = "solution.cu" if "__global__" in code or "__syncthreads" in code else "solution.py"
     _folded("Solution", before + highlight(code, name), f"{why}\n{code}" if why else code)
 
 

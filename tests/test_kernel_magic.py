@@ -1,4 +1,4 @@
-"""`%%kernel`: what a reader writes in a cell is parsed, compiled and called; what is wrong with it is said in a line."""
+"""`%%kernel`: what a reader writes in a cell is parsed, compiled and called; what is wrong is said in a line."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_a_template_is_compiled_for_the_instance_that_is_named():
     y = torch.empty_like(x)
     shift[1, 128](x, y, 100)
     torch.testing.assert_close(y, x + 3)
-    with pytest.raises(TypeError, match="x points to __nv_bfloat16.*bfloat16; it is float32"):
+    with pytest.raises(TypeError, match=r"x points to __nv_bfloat16.*bfloat16; it is float32"):
         shift[1, 128](x.float(), y, 100)
     with pytest.raises(KernelError, match=r"shift is a template.*%%kernel shift<float"):
         make(TEMPLATE)
@@ -132,7 +132,7 @@ def test_a_syntax_error_points_at_the_line_of_the_cell():
 
 
 def test_a_cell_without_a_kernel_says_so():
-    with pytest.raises(KernelError, match="no kernel in this cell.*__global__ void"):
+    with pytest.raises(KernelError, match=r"no kernel in this cell.*__global__ void"):
         make("int f() { return 1; }")
 
 
