@@ -15,7 +15,7 @@ from nanoqwen.bench_gemv import ladder
 from nanoqwen.counters import GLOBAL, parity_table
 from nanoqwen.paths import DATA, REPO
 from nanoqwen.records import Record
-from nanoqwen.roofline import Bar, plot_mbu
+from nanoqwen.roofline import OKABE_ITO, Bar, plot_mbu
 
 FIGURE = DATA / "figures" / "ladder.png"
 SHAPE = "7B gate_up"
@@ -114,7 +114,9 @@ def plot_ladder(record: Record):
     names = {"torch": "cuBLAS"}
     bars = [Bar(names.get(r.kernel, r.kernel), r.rate / 1e9, r.of_probe, "GB/s") for r in ladder(record, SHAPE)]
     title = f"y = W x, {entry['rows']} × {entry['cols']}, bf16, cold"
-    return plot_mbu(bars, "the read probe", f"recorded, {record.device}", title)
+    figure = plot_mbu(bars, "the read probe", f"recorded, {record.device}", title)
+    figure.axes[0].patches[-1].set_facecolor(OKABE_ITO[3])  # cuBLAS is no rung
+    return figure
 
 
 def figure_source(record: Record) -> str:

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -379,6 +380,33 @@ def test_the_driver_gets_shape_stream_and_arguments_as_it_expects_them(gpu_kerne
     for grid in range(1, 2 * launch._CONFIGS_KEPT):  # more shapes than are kept
         kernel.launch(grid, 32, (OnGpu(1), OnGpu(2), 1, 2, 0.25, 0), 0)
         assert seen()[:4] == [grid, 1, 1, 32]
+
+
+def test_a_program_makes_a_gpu_s_kernel_once_and_again_when_a_source_has_changed(gpu_kernel, csrc, monkeypatch):
+    compiled = []
+
+    def compile_for_gpu(program, device):
+        compiled.append(device)
+        raw = SimpleNamespace(kernel=SimpleNamespace(ptr=len(compiled)))
+        return SimpleNamespace(get_function=lambda name: raw)
+
+    monkeypatch.setattr(Program, "_compile_for_gpu", compile_for_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    program, seen = Program(Path("twice.cu"), {"twice": "ppilfu"}), gpu_kernel[2]
+    arguments = (None, None, 1, 2, 0.25, 0)
+    for device in ("cuda:0", "cuda:0", "cuda"):
+        program.launch("twice", torch.device(device), 6, 64, arguments, outputs=("x",))
+    assert seen()[:4] == [6, 1, 1, 64] and seen()[10] == 1 and compiled == [0]
+    (csrc / "include" / "factor.cuh").write_text("#define FACTOR 4.00f\n")
+    program.launch("twice", torch.device("cuda", 0), 6, 64, arguments)
+    assert seen()[10] == 2 and compiled == [0, 0]
+    assert len(program._retired) == 1  # a graph may hold the first one's kernels
+
+
+def test_without_cupy_a_gpu_launch_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r"kernels on a GPU need CuPy.*nanoqwen doctor"):
+        Program(TWICE, {"twice": "pi"}).launch("twice", torch.device("cuda", 0), 1, 1, (None, 0))
 
 
 def test_a_wrong_launch_never_reaches_the_driver(gpu_kernel):

@@ -63,6 +63,7 @@ class Program:
         self._simt: simt.Module | None = None
         self._gpu: dict[tuple[str, int], _GpuKernel] = {}
         self._modules: dict[int, object] = {}
+        self._retired: list[object] = []  # a captured graph may still launch their kernels
 
     def launch(
         self,
@@ -125,7 +126,8 @@ class Program:
             )
 
     def _forget(self) -> None:
-        """Drop what was compiled: its sources have changed since."""
+        """Compile anew at the next launch: the sources have changed."""
+        self._retired.extend(self._modules.values())
         self._simt, self._gpu, self._modules, self._state = None, {}, {}, _sources_state()
 
     def _params(self, name: str) -> str:
@@ -134,6 +136,8 @@ class Program:
         return self.kernels[name]
 
     def _gpu_kernel(self, name: str, device: int) -> "_GpuKernel":
+        if (name, device) in self._gpu:  # asked for as plain "cuda"
+            return self._gpu[name, device]
         params = self._params(name)
         self.compile(torch.device("cuda", device))
         kernel = self._gpu[name, device] = _GpuKernel(self._modules[device], name, params, device)
