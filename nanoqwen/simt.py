@@ -62,7 +62,7 @@ GRID_LIMIT = (2**31 - 1, 65535, 65535)
 BLOCK_LIMIT = (1024, 1024, 64)
 
 
-class CompileError(Exception):
+class CompileError(RuntimeError):
     """The compiler refused a kernel. `file` and `line` say where, `output` is all that the compiler said."""
 
     def __init__(self, message: str, file: str | None = None, line: int | None = None, output: str = ""):

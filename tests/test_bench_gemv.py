@@ -126,6 +126,32 @@ def test_without_a_gpu_there_is_no_record(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+# What the committed record shows
+
+
+@pytest.fixture
+def recorded():
+    if (record := readme._record("gemv")) is None:
+        pytest.skip("the ladder has not been recorded yet")
+    return record.results
+
+
+def test_the_recorded_gemv_reads_at_the_memory_s_speed(recorded):
+    shares = {name: entry["cold"]["gemv"]["of_probe"] for name, entry in recorded["shapes"].items()}
+    assert shares["7B lm_head"] >= 0.92
+    assert shares["7B gate_up"] >= 0.85 and shares["7B down"] >= 0.85
+
+
+def test_the_recorded_gemv_is_no_slower_than_torch_on_any_shape(recorded):
+    speeds = {name: entry["cold"]["gemv"]["versus_torch"]["p50"] for name, entry in recorded["shapes"].items()}
+    assert set(speeds) == set(SHAPES)
+    assert {name: speed for name, speed in speeds.items() if speed < 0.99} == {}
+
+
+def test_a_recorded_launch_is_cheap_enough_to_teach_with(recorded):
+    assert recorded["launch"]["program_launch"]["p50"] <= 6e-6
+
+
 # Pages
 
 

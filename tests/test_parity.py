@@ -1,10 +1,14 @@
 """The SIMT machine counts what the hardware counted, and what Nsight Compute writes is read right."""
 
+import importlib
+
 import pytest
 import torch
 
-from nanoqwen import counters, records
+from nanoqwen import cli, counters, records
 from nanoqwen.counters import CASES, GLOBAL, METRICS, Case, NoCounters, base_name, match, parse, simulate
+
+gemv = importlib.import_module("nanoqwen.kernels.gemv")  # the module, not the function of that name
 
 try:
     RECORD = records.load("counters", "NVIDIA H200")
@@ -142,6 +146,17 @@ def test_without_a_gpu_counts_are_simulated_and_it_says_so(monkeypatch, tmp_path
     assert "4,096" in answer and "67,584" in answer
     assert "simulated, and no record was written: there is no CUDA GPU here" in answer
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_compiler_it_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for program in (*gemv._NAIVE.values(), *gemv._LADDER.values()):
+        monkeypatch.setattr(program, "_simt", None)
+    assert cli.main(["record", "counters"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nanoqwen record: no C++ compiler") and said.count("\n") == 1
 
 
 def test_without_ncu_it_says_where_it_comes_from(gpu):
