@@ -1,5 +1,8 @@
 """Judging a reader's kernel (K3), and showing what changed between two: what the kernel lessons are made of."""
 
+import ast
+import inspect
+import json
 import re
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from nanoqwen import kernels, lesson, simt
 from nanoqwen.kernel_magic import make
 from nanoqwen.kernel_source import find_kernel
-from nanoqwen.paths import CSRC
+from nanoqwen.paths import CSRC, NOTEBOOKS
 
 HEAD = "__global__ void gemv(const float* w, const float* x, float* y, int rows, int cols) "
 
@@ -156,3 +159,40 @@ def test_the_readers_own_kernel_can_be_compared(capsys):
     (mine,) = make(f"{HEAD}{{\n    y[0] = w[0];\n}}")
     lesson.diff(mine, mine)
     assert capsys.readouterr().out == "# gemv → gemv\n"
+
+
+# The exercises of notebooks 02 and 03
+
+
+def cell(notebook, start):
+    """The code cell that begins so."""
+    cells = json.loads((NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]
+    return next(text for c in cells if (text := "".join(c["source"])).startswith(start) and c["cell_type"] == "code")
+
+
+def solution(notebook):
+    return inspect.cleandoc(re.search(r'lesson.solution\(\s*"""\n(.*?)"""', cell(notebook, "lesson.hint"), re.S)[1])
+
+
+def exercise(notebook, text):
+    """The check of the exercise, run on the kernel of this text."""
+    (kernel,) = make(text)
+    check = cell(notebook, "def launch_mine" if "03" in notebook else "lesson.check_kernel")
+    body = ast.parse(check).body
+    names = {"lesson": lesson, "torch": torch, kernel.__name__: kernel}
+    exec(compile(ast.Module(body[:-1], []), notebook, "exec"), names)
+    return eval(compile(ast.Expression(body[-1].value), notebook, "eval"), names)
+
+
+def test_the_barrier_exercise_is_not_yet_until_its_solution_is_in():
+    notebook, start = "02_naive_gemv.ipynb", cell("02_naive_gemv.ipynb", "%%kernel").partition("\n")[2]
+    assert exercise(notebook, start) is False
+    first, last = start.index("    if (warp == 0) {"), start.index("    for (int i = threadIdx.x; i < n", 500)
+    assert exercise(notebook, start[:first] + solution(notebook) + "\n" + start[last:]) is True
+
+
+def test_the_coalesced_exercise_is_not_yet_until_its_solution_is_in(capsys):
+    notebook, start = "03_coalesced_gemv.ipynb", cell("03_coalesced_gemv.ipynb", "%%kernel").partition("\n")[2]
+    assert exercise(notebook, start) is False
+    assert exercise(notebook, '#include "warp.cuh"\n' + solution(notebook)) is True
+    assert "4.0 a request; coalesced" in capsys.readouterr().out
