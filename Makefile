@@ -45,3 +45,4 @@ format: setup
 	@$(VENV) -m ruff check --quiet --fix .
 	@$(VENV) -m ruff format --quiet .
 	@$(VENV) -m nanoqwen.notebooks format
+	@$(VENV) -m nanoqwen.readme

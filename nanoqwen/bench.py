@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from nanoqwen import hardware, models, records
+from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
+from nanoqwen.counters import record_counters
 from nanoqwen.fetch import find_model
 from nanoqwen.measure import DecodeTiming, arrivals, decode, graph_decode
 from nanoqwen.paths import RECORDS as FOLDER
@@ -286,8 +288,13 @@ def bench_reference(
     return pairs
 
 
-RECORDS: dict[str, Callable[[], Record]] = {"machine": record_machine, "reference": record_reference}
-"""What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record."""
+RECORDS: dict[str, Callable[[], object]] = {
+    "machine": record_machine,
+    "reference": record_reference,
+    "gemv": record_gemv,
+    "counters": record_counters,
+}
+"""What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
 
 BENCHES: dict[str, Callable[..., object]] = {"reference": bench_reference}
 """What `nanoqwen bench NAME` runs: compares on this machine and prints."""

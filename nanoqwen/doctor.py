@@ -138,11 +138,11 @@ def check_compiler(command: str | None, error: str | None = None) -> Check:
 
     Args:
         command: the compiler found; None: none.
-        error: why it did not build a small program; None: it did.
+        error: why it did not build a small program, or could not be looked for; None: it did.
     """
     install = "sudo apt install g++ (macOS: xcode-select --install; conda: conda install cxx-compiler)"
     if command is None:
-        return Check("compiler", "there is no C++ compiler", install)
+        return Check("compiler", f"cannot be looked for ({error})" if error else "there is no C++ compiler", install)
     if error is not None:
         return Check("compiler", f"{command} does not build C++17 ({error})", install)
     return Check("compiler", f"{command} builds C++17")
@@ -191,15 +191,19 @@ def find_driver() -> tuple[str | None, str | None]:
 
 
 def find_compiler() -> tuple[str | None, str | None]:
-    """The C++ compiler (`$CXX`, g++, clang++, c++) and, where it does not build a C++17 program, why."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    command = next((name for name in names if shutil.which(name)), None)
-    if command is None:
+    """The C++ compiler that kernels are compiled with and, where it does not build a C++17 program, why."""
+    simt, error = _try(lambda: _module("nanoqwen.simt"))
+    if simt is None:
+        return None, error
+    try:
+        words = simt.compiler().command
+    except simt.CompilerNotFound:
         return None, None
+    command = " ".join((Path(words[0]).name, *words[1:]))
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [command, "-std=c++17", "-x", "c++", "-", "-o", os.path.join(folder, "program")],
+                [*words, "-std=c++17", "-x", "c++", "-", "-o", os.path.join(folder, "program")],
                 input=PROGRAM,
                 capture_output=True,
                 text=True,

@@ -187,11 +187,12 @@ def plot_ledger(
 
 @dataclass(frozen=True)
 class Bar:
-    """A decode figure: tokens per second, and the share of a bandwidth that it reaches (0 to 1)."""
+    """A rate, by default in tokens per second, and the share of a bandwidth that it reaches (0 to 1)."""
 
     name: str
-    tokens_per_s: float
+    rate: float
     mbu: float
+    unit: str = "tok/s"
 
 
 def plot_mbu(
@@ -201,7 +202,7 @@ def plot_mbu(
     title: str = "How close to the memory's speed",
     probe: float | None = None,
 ) -> Plot:
-    """Percent of a memory bandwidth, one bar each, with tok/s beside it; the ceiling is the line at 100 %.
+    """Percent of a memory bandwidth, one bar each, with its rate beside it; the ceiling is the line at 100 %.
 
     `probe`, where given, is the read probe's share of the same ceiling: a dashed line.
 
@@ -217,7 +218,7 @@ def plot_mbu(
         shares = [100 * bar.mbu for bar in bars]
         axes.barh(range(len(bars)), shares, color=OKABE_ITO[0], height=0.62)
         for i, bar in enumerate(bars):
-            text = f"{shares[i]:.1f} %, {bar.tokens_per_s:.4g} tok/s"
+            text = f"{shares[i]:.1f} %, {bar.rate:.4g} {bar.unit}"
             inside = shares[i] > 60
             axes.annotate(
                 text,

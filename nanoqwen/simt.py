@@ -5,9 +5,9 @@
     report = simt.observe(kernels.gemv_naive, w, x)      # any function that launches kernels
     print(report)
 
-The kernel is compiled by the machine's own C++ compiler after the headers of `csrc/simt`, which teach it CUDA's words.
-There are two builds of one source: the *fast* one spreads blocks over the cores, the *observed* one reports every load
-and store to the observers (`csrc/simt/observer.cpp`).
+The kernel is compiled by this computer's own C++ compiler after the headers of `csrc/simt`, which teach it
+CUDA's words. There are two builds of one source: the *fast* one spreads blocks over the cores, the *observed*
+one reports every load and store to the observers (`csrc/simt/observer.cpp`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GRID_LIMIT = (2**31 - 1, 65535, 65535)
 BLOCK_LIMIT = (1024, 1024, 64)
 
 
-class CompileError(Exception):
+class CompileError(RuntimeError):
     """The compiler refused a kernel. `file` and `line` say where, `output` is all that the compiler said."""
 
     def __init__(self, message: str, file: str | None = None, line: int | None = None, output: str = ""):
@@ -152,6 +152,8 @@ COMMON_FLAGS = [
     # Kernels look at memory through several types, as nvcc lets them.
     "-fno-strict-aliasing",
     "-fno-exceptions",
+    # A call that ends a function must come back to it, so that a report can name its line.
+    "-fno-optimize-sibling-calls",
 ]
 # An observed build must make the loads and stores that are written, each at one place in the machine code: no
 # vectoriser, no copying of a block into both arms of a branch, no merging of equal calls.
@@ -168,6 +170,10 @@ OBSERVED_GCC = [
     "-fno-peel-loops",
     "-fno-split-loops",
     "-fno-ipa-icf",
+    "-fno-store-merging",
+    "-fno-hoist-adjacent-loads",
+    "-fno-code-hoisting",
+    "-fno-tree-pre",
     "--param=tsan-distinguish-volatile=1",
     "--param=tsan-instrument-func-entry-exit=0",
 ]
@@ -190,6 +196,9 @@ def _flags(cxx: Compiler, observed: bool) -> list[str]:
     flags = [*COMMON_FLAGS, "-O2", *_native()]
     if not cxx.is_clang:
         flags += ["-fno-gnu-unique", "-fno-crossjumping", "-fno-tree-tail-merge"]
+    if sys.platform == "linux":
+        # A large local array touches each page of its stack on the way down: it cannot jump over the guard.
+        flags += ["-fstack-clash-protection"]
     if observed:
         flags += [*OBSERVED_FLAGS, *(OBSERVED_CLANG if cxx.is_clang else OBSERVED_GCC)]
     return flags
@@ -204,7 +213,7 @@ def _hash(*parts: str | bytes) -> str:
 
 
 def _hash_files(folders: Sequence[Path]) -> str:
-    files = sorted(f for folder in folders for f in folder.glob("*") if f.is_file())
+    files = sorted(f for folder in folders for f in folder.rglob("*") if f.is_file())
     return _hash(*(part for f in files for part in (f.name, f.read_bytes())))
 
 
@@ -227,8 +236,8 @@ def _run_compiler(cxx: Compiler, arguments: Sequence[str], cwd: str) -> subproce
 def _build(name: str, key: str, sources: Mapping[str, str], steps: Sequence[Sequence[str]]) -> Path:
     """Builds `kernels/<key>/<name>` unless it is there; safe for several processes at once.
 
-    The work happens in a folder of its own, and the finished library is moved into place in one step. A build that is
-    killed leaves that folder behind and nothing else, and the next one does not look at it.
+    The work happens in a folder of its own, and the finished library is moved into place in one step. A build
+    that is killed leaves that folder behind and nothing else, and the next one does not look at it.
     """
     target = _kernel_cache() / key / name
     if target.exists():
@@ -243,8 +252,8 @@ def _build(name: str, key: str, sources: Mapping[str, str], steps: Sequence[Sequ
             done = _run_compiler(cxx, step, str(work))
             if done.returncode < 0:
                 raise CompileError(
-                    f"the compiler {cxx.command[0]} was killed ({signal.Signals(-done.returncode).name}); was there "
-                    "enough memory? Nothing was left in the cache, so it can simply be tried again",
+                    f"the compiler {cxx.command[0]} was killed ({signal.Signals(-done.returncode).name}); "
+                    "was there enough memory? Nothing was left in the cache, so it can simply be tried again",
                     output=done.stderr,
                 )
             if done.returncode:
@@ -336,7 +345,7 @@ def _machine_path() -> Path:
     key = _hash(_hash_files([folder]), " ".join(flags), cxx.command[0], cxx.version, _cpu(), sys.platform)
     name = f"libsimt-{key}" + (".dylib" if sys.platform == "darwin" else ".so")
 
-    here = [str(folder / "runtime.cpp"), str(folder / "observer.cpp")]
+    here = sorted(str(file) for file in folder.glob("*.cpp"))
     naming = f"-Wl,-install_name,{name}" if sys.platform == "darwin" else f"-Wl,-soname,{name}"
     return _build(name, f"machine-{key}", {}, [[*flags, "-I", str(CSRC), *here, naming, "-o", name]])
 
@@ -348,8 +357,9 @@ def _load(path: Path) -> ctypes.CDLL:
         return _loaded[str(path)]
 
 
-def _machine() -> ctypes.CDLL:
-    library = _load(_machine_path())
+@functools.cache
+def _machine(path: Path) -> ctypes.CDLL:
+    library = _load(path)
     library.simt_launch.restype = ctypes.c_void_p
     library.simt_launch.argtypes = [ctypes.POINTER(_LaunchRequest)]
     library.simt_free.argtypes = [ctypes.c_void_p]
@@ -361,8 +371,8 @@ def _machine() -> ctypes.CDLL:
 # ---- compiling a kernel file ----
 
 _BUILT_IN = re.compile(
-    r"(unsigned |signed )?(char|short|int|long|float|double|unsigned)|(u?(char|short|int|longlong)|float|double)[1234]|"
-    r"u?int(8|16|32|64)_t|(__)?half2?|(__)?nv_bfloat162?"
+    r"(unsigned |signed )?(char|short|int|long|float|double|unsigned)|"
+    r"(u?(char|short|int|longlong)|float|double)[1234]|u?int(8|16|32|64)_t|(__)?half2?|(__)?nv_bfloat162?"
 )
 
 
@@ -371,10 +381,11 @@ def _without_comments(text: str) -> str:
 
 
 def _dynamic_shared(text: str, include_dirs: Sequence[Path], seen: set[Path]) -> dict[str, str]:
-    """The arrays declared `extern __shared__ T name[]`, in a source and in the files it includes: name -> T."""
+    """The arrays declared `extern __shared__ T name[]` in a source and the files it includes: name -> T."""
     text = _without_comments(text)
     found = {}
-    pattern = r"extern\s+(?:__align__\s*\([^)]*\)\s*|alignas\s*\([^)]*\)\s*)?__shared__\s+([^;]*?)(\w+)\s*\[\s*\]\s*;"
+    aligned = r"(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?"
+    pattern = rf"extern\s+{aligned}__shared__\s+([^;]*?)(\w+)\s*\[\s*\]\s*;"
     for spelled, name in re.findall(pattern, text):
         kind = re.sub(r"(__align__|alignas)\s*\([^)]*\)", "", spelled)
         found[name] = " ".join(kind.split())
@@ -390,13 +401,15 @@ def _dynamic_shared(text: str, include_dirs: Sequence[Path], seen: set[Path]) ->
 def _translation_unit(text: str, token: str, first_line: int, names: Sequence[str], shared: dict[str, str]) -> str:
     if len(shared) > 1:
         raise CompileError(
-            f"the source declares several arrays sized at the launch ({', '.join(shared)}). On the GPU they are one "
-            "and the same memory: give them one name"
+            f"the source declares several arrays sized at the launch ({', '.join(shared)}). On the GPU they "
+            "are one and the same memory: give them one name"
         )
     before = after = ""
     dynamic = "nullptr"
     for name, kind in shared.items():
-        define = f"__attribute__((aligned(1024))) thread_local {kind} {name}[{SHARED_LIMIT} / sizeof({kind})];"
+        # extern "C": a declaration inside an extern "C" kernel must find the linkage that it gives itself.
+        size = f"{SHARED_LIMIT} / sizeof({kind})"
+        define = f'extern "C" {{ __attribute__((aligned(1024))) thread_local {kind} {name}[{size}]; }}'
         dynamic = f"(void*)::{name}"
         # Declared first where its type is known by then, so that the compiler needs no detour to find it.
         if _BUILT_IN.fullmatch(kind):
@@ -439,7 +452,7 @@ def compile(
         observed: compile the observed build at once; otherwise `observe` does it when it is first needed.
         include_dirs: where `#include "..."` looks.
         defines: preprocessor macros, name to value.
-        filename, first_line: what to call the source in messages, and the number of its first line (a notebook cell).
+        filename, first_line: what to call the source in messages, and the number of its first line (a cell).
 
     Raises:
         CompileError: with `file`, `line` and the compiler's words.
@@ -470,11 +483,13 @@ class Module:
     ):
         self.text, self.filename, self.first_line = text, filename, first_line
         self.names, self.include_dirs, self.defines = names, include_dirs, defines
-        # The binary knows the source by a name without folders, so that moving the repository does not recompile it.
+        # The binary knows the source by a name without folders: moving the repository does not recompile it.
         self.token = "/kernel/" + (re.sub(r"[^\w.]+", "-", Path(filename).name) or "kernel.cu")
         self._builds: dict[bool, Path] = {}
         self._places: dict[tuple[bool, int], tuple[str, int] | None] = {}
         self._shared: list[tuple[str, int, int]] | None = None
+        self._machines: dict[bool, Path] = {}
+        self._parameters: dict[str, list[str]] = {}
 
     def __getitem__(self, name: str) -> Kernel:
         if name not in self.names:
@@ -489,7 +504,7 @@ class Module:
 
     def _compile(self, observed: bool) -> Path:
         cxx = compiler()
-        machine = _machine_path()
+        machine = self._machines[observed] = _machine_path()
         flags = _flags(cxx, observed)
         shared = _dynamic_shared(self.text, self.include_dirs, set())
         unit = _translation_unit(self.text, self.token, self.first_line, self.names, shared)
@@ -504,8 +519,9 @@ class Module:
             _cpu(),
         )
 
-        includes = [word for d in (CSRC, *self.include_dirs) for word in ("-I", str(d))]
-        # Linked apart from the compiling, without -fsanitize: the call-outs must find our observer, not the sanitizer.
+        folders = (CSRC, CSRC / "simt" / "toolkit", *self.include_dirs)
+        includes = [word for d in folders for word in ("-I", str(d))]
+        # Linked apart from the compiling and without -fsanitize: the call-outs must find our observer.
         link = ["-shared", "kernel.o", str(machine), "-o", "kernel.so"]
         if sys.platform == "darwin":
             link += ["-undefined", "dynamic_lookup"]
@@ -530,9 +546,14 @@ class Module:
                 message += f"\n    {line} | {lines[line - self.first_line]}"
         return type(error)(message, file, line, plain(error.output))
 
+    def machine(self, observed: bool) -> ctypes.CDLL:
+        """The machine that a build was linked with (another compiler makes another one)."""
+        self.build(observed)
+        return _machine(self._machines[observed])
+
     def _library(self, observed: bool) -> ctypes.CDLL:
         path = self.build(observed)
-        _machine()  # first: the kernel's library needs it
+        self.machine(observed)  # first: the kernel's library needs it
         try:
             return _load(path)
         except OSError:  # a file that something has damaged since: build it again, once
@@ -541,13 +562,13 @@ class Module:
             return _load(self.build(observed))
 
     def shared_variables(self) -> list[tuple[str, int, int]]:
-        """(name, offset, bytes) of the `__shared__` variables of the observed build, from its symbol table."""
+        """(name, offset, bytes) of the observed build's `__shared__` variables, from its symbol table."""
         if self._shared is None:
             self._shared = _thread_local_symbols(self.build(True))
         return self._shared
 
     def place(self, pc: int, observed: bool) -> tuple[str, int] | None:
-        """File and line of an address in the machine code; the kernel's own line if it was in a helper there."""
+        """File and line of an address in the machine code; of a helper, the kernel's line that called it."""
         return self.places([pc], observed).get(pc)
 
     def places(self, pcs: Sequence[int], observed: bool) -> dict[int, tuple[str, int]]:
@@ -555,7 +576,7 @@ class Module:
         if todo:
             path = self.build(observed)
             entry = ctypes.addressof(ctypes.c_char.in_dll(_load(path), "simt_entry_0"))
-            base = _machine().simt_load_address(entry) or 0
+            base = self.machine(observed).simt_load_address(entry) or 0
             chains = _symbolise(path, base, todo)
             for pc in todo:
                 self._places[observed, pc] = self._choose(chains.get(pc, []))
@@ -575,10 +596,17 @@ class Module:
         return None
 
     def parameter_names(self, name: str) -> list[str]:
-        """The names of a kernel's parameters, read from its source; empty where it is written in an unusual way."""
+        """The names of a kernel's parameters, read from its source; empty where that does not succeed."""
+        if name not in self._parameters:
+            self._parameters[name] = self._read_parameters(name)
+        return self._parameters[name]
+
+    def _read_parameters(self, name: str) -> list[str]:
         bare = re.sub(r"<.*", "", name).split("::")[-1]
         found = re.search(
-            rf"__global__[^;{{]*?\b{re.escape(bare)}\s*\(([^;{{]*?)\)\s*{{", _without_comments(self.text), re.S
+            rf"__global__[^;{{]*?\b{re.escape(bare)}\s*\(([^;{{]*?)\)\s*{{",
+            _without_comments(self.text),
+            re.S,
         )
         if not found:
             return []
@@ -604,7 +632,7 @@ def _symbolise(path: Path, base: int, pcs: Sequence[int]) -> dict[int, list[tupl
     for row in done.stdout.splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", row.strip()):
             current = chains.setdefault(next(order), [])
-        elif found := re.match(r"(.*):(\d+)", row):
+        elif (found := re.match(r"(.*):(\d+)", row)) and found[1] != "??":
             current.append((found[1], int(found[2])))
     return chains
 
@@ -640,8 +668,13 @@ def _symbolise_mac(path: Path, base: int, pcs: Sequence[int]) -> dict[int, list[
 # ---- launching ----
 
 
+def _cores() -> int:
+    """Cores that this process may use, which a container may have made fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _triple(what: str, value: int | Sequence[int], limits: Sequence[int]) -> tuple[int, int, int]:
-    given = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
+    given = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not 1 <= len(given) <= 3 or not all(isinstance(n, (int, np.integer)) for n in given):
         raise TypeError(f"{what} must be an integer or 1 to 3 integers, got {value!r}")
     full = tuple(int(n) for n in given) + (1,) * (3 - len(given))
@@ -677,7 +710,7 @@ def launch_shape(
 
 
 def _memory(value: Any) -> tuple[int, int, int] | None:
-    """(address, bytes, offset in its storage) of a torch CPU tensor or a numpy array; None for anything else."""
+    """(address, bytes, offset in its storage) of a torch CPU tensor or a numpy array, else None."""
     if isinstance(value, np.ndarray):
         if value.size and not value.flags.c_contiguous:
             raise ValueError(f"an array of shape {value.shape} is not contiguous; pass a contiguous copy")
@@ -702,7 +735,13 @@ _C_KINDS = {
     "d": "f",
     "?": "b",
 }
-_KIND_WORDS = {"i": "signed integer", "u": "unsigned integer", "f": "floating-point number", "b": "bool", "s": "struct"}
+_KIND_WORDS = {
+    "i": "signed integer",
+    "u": "unsigned integer",
+    "f": "floating-point number",
+    "b": "bool",
+    "s": "struct",
+}
 
 
 def _scalar(label: str, value: Any, kind: str, size: int) -> ctypes.Array | Any:
@@ -768,17 +807,19 @@ class Kernel:
 
         Args:
             grid, block: blocks in the grid and threads in a block; an integer or up to three.
-            args: for pointers torch CPU tensors, numpy arrays, or None; for scalars Python, numpy or ctypes numbers.
+            args: torch CPU tensors, numpy arrays or None for pointers; Python, numpy or ctypes numbers for
+                scalars.
             shared_bytes: size of the `extern __shared__` array.
             workers: OS threads to spread blocks over; all cores by default.
-            outputs: arguments, by position or name, whose contents are undefined before the launch. An observed launch
-                fills them with NaN first, reports reads of them before a write, and elements that stay unwritten.
+            outputs: arguments, by position or name, whose contents are undefined before the launch. An
+                observed launch fills them with NaN first, and reports what is read before it is written and
+                what is never written.
             cooperative: all blocks are resident and may wait for each other (a grid-wide barrier).
             buffers: tensors that the kernel reaches through a pointer inside another argument.
             shared_limit: shared memory that a block may have on the device in question.
 
         Raises:
-            ValueError, TypeError: the launch would be refused by a GPU, or an argument does not fit; nothing has run.
+            ValueError, TypeError: a GPU would refuse the launch, or an argument does not fit; nothing ran.
             LaunchError: the kernel could not go on (deadlock, bad mask, crash).
         """
         grid3, block3 = launch_shape(grid, block, shared_bytes, min(shared_limit, SHARED_LIMIT))
@@ -829,7 +870,7 @@ class Kernel:
         request.arg_offset = ctypes.cast(arg_offset, ctypes.POINTER(ctypes.c_uint64))
         array = table.array()
         request.buffers, request.buffer_count = ctypes.cast(array, ctypes.POINTER(_Buffer)), len(table.rows)
-        request.workers = workers or os.cpu_count() or 1
+        request.workers = workers or _cores()
         request.cooperative, request.observed = cooperative, observed
         request.seed = observation.seed if observation else 0
         request.pictures = observation.pictures if observation else 0
@@ -839,8 +880,11 @@ class Kernel:
             symbols = self.module.shared_variables()
             rows = [_SharedVariable(at, size, name.startswith("guard variable")) for name, at, size in symbols]
             variables = (_SharedVariable * max(1, len(rows)))(*rows)
-            request.shared, request.shared_count = ctypes.cast(variables, ctypes.POINTER(_SharedVariable)), len(rows)
-        machine = _machine()
+            request.shared, request.shared_count = (
+                ctypes.cast(variables, ctypes.POINTER(_SharedVariable)),
+                len(rows),
+            )
+        machine = self.module.machine(observed)
         answer = machine.simt_launch(ctypes.byref(request))
         if not answer:
             return
@@ -950,9 +994,9 @@ def observing(*, pictures: int = 8, seed: int = 0):
 def observe(function: Callable | Kernel, *args: Any, **kwargs: Any) -> Report:
     """Calls a function that launches kernels, and reports what they did.
 
-    `observe(kernels.gemv_naive, w, x)` or `observe(module["k"].launch, grid, block, args)`. What the function returns
-    is `report.result`. A kernel that could not go on ends the call; the report then holds the findings, and
-    `report.stopped` is true.
+    `observe(kernels.gemv_naive, w, x)` or `observe(module["k"].launch, grid, block, args)`. What the function
+    returns is `report.result`. A kernel that could not go on ends the call; then `report.stopped` is true and
+    the findings say why.
     """
     call = function.launch if isinstance(function, Kernel) else function
     with observing() as report:

@@ -14,13 +14,15 @@ from typing import Any
 
 SECTOR = 32  # bytes: what a GPU moves at least
 _HOW = ("load", "store", "atomic", "async copy")
+# A barrier that some threads miss is a cause, what is then read too early its effect: causes come first.
+_CAUSES = ("fault", "deadlock", "synccheck", "memcheck", "racecheck", "initcheck")
 
 
 @dataclass
 class Finding:
     """One fault that an observer saw.
 
-    `kind` is the observer: memcheck, initcheck, racecheck, synccheck, deadlock, or fault (the kernel crashed).
+    `kind` is the observer: memcheck, initcheck, racecheck, synccheck, deadlock, or fault (a crash).
     """
 
     kind: str
@@ -118,7 +120,7 @@ def _short(file: str | None) -> str:
 
 @dataclass
 class Totals:
-    """Sums over all launches of a report. A *request* is one instruction of one warp; a *sector* is 32 bytes."""
+    """Sums over all launches. A *request* is one memory instruction of one warp; a *sector* is 32 bytes."""
 
     launches: int = 0
     global_load_requests: int = 0
@@ -149,7 +151,7 @@ class Totals:
 
 @dataclass
 class Line:
-    """What one source line did: one kind of access to one space."""
+    """What one source line did: one kind of access to one tensor or `__shared__` array."""
 
     file: str | None
     line: int | None
@@ -206,7 +208,7 @@ class Launch:
 
 
 class Report:
-    """The result of `simt.observe`: `totals`, `lines`, `findings`, `launches`, and the function's own `result`."""
+    """What `simt.observe` gives: `totals`, `lines`, `findings`, `launches`, and the function's `result`."""
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -220,7 +222,7 @@ class Report:
     @property
     def lines(self) -> list[Line]:
         """One entry for each source line and kind of access, in the order of the source."""
-        return sorted(self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how))
+        return sorted(self._lines.values(), key=lambda e: (e.file or "", e.line or 0, e.space, e.how, e.buffers))
 
     @property
     def clean(self) -> bool:
@@ -232,22 +234,22 @@ class Report:
         filename, first_line, text = source
         self._sources[filename] = (first_line, text)
         self.launches.append(Launch(kernel, grid, block, buffers))
-        self.findings.extend(findings)
+        self.findings.extend(sorted(findings, key=lambda f: _CAUSES.index(f.kind) if f.kind in _CAUSES else -1))
         totals = self.totals
         totals.launches += 1
         for site in sites:
             file, line = places.get(site["pc"], (None, None))
             space, how = ("global", "shared")[site["space"]], _HOW[site["how"]]
-            key = (file, line, space, how, site["bytes"])
-            entry = self._lines.get(key)
-            if entry is None:
-                entry = Line(file, line, self._source(file, line), space, how, bytes_per_lane=site["bytes"])
-                if space == "shared" and how == "async copy":
-                    continue  # the landing of a copy, counted where it reads
-                self._lines[key] = entry
             known = [name for name, _ in buffers] if space == "global" else shared
             names = tuple(name for i, name in enumerate(known) if site["buffers"] >> i & 1)
-            entry.buffers += tuple(n for n in names if n not in entry.buffers)
+            if space == "shared" and how == "async copy":
+                continue  # the landing of a copy, which is counted where it reads
+            # Two tensors read on one line are two entries: they are what a reader wants to compare.
+            key = (file, line, space, how, names, site["bytes"])
+            entry = self._lines.get(key)
+            if entry is None:
+                entry = Line(file, line, self._source(file, line), space, how, names, site["bytes"])
+                self._lines[key] = entry
             entry.requests += site["requests"]
             entry.lanes += site["lanes"]
             entry.sectors += site["sectors"]
@@ -353,7 +355,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         def cell(text: str, tag: str = "td", style: str = "") -> str:
-            return f"<{tag} style='padding:2px 10px;{style}'>{html.escape(text)}</{tag}>"
+            return f"<{tag} style='padding:2px 10px;white-space:nowrap;{style}'>{html.escape(text)}</{tag}>"
 
         left, right = "text-align:left;", "text-align:right;"
         parts = [f"<div><b>simulated</b> · <code>{html.escape(self._heading())}</code></div><table>"]
@@ -367,18 +369,16 @@ class Report:
             for entry, row in zip(self.lines, rows, strict=True):
                 # The bar says how much of all traffic a line makes; its colour is readable on light and dark.
                 share = 100 * (entry.sectors or entry.wavefronts) / most
-                bar = f"background:linear-gradient(90deg,rgba(230,159,0,.35) {share:.0f}%,transparent {share:.0f}%);"
+                colours = f"rgba(230,159,0,.35) {share:.0f}%,transparent {share:.0f}%"
+                bar = f"background:linear-gradient(90deg,{colours});"
                 cells = "".join(cell(c, "td", left if i in (0, 1) else right) for i, c in enumerate(row[:6]))
                 source = f"<td style='text-align:left;white-space:pre;font-family:monospace;{bar}'>"
                 parts.append(f"<tr>{cells}{source}{html.escape(row[6])}</td></tr>")
             parts.append("</table>")
         if self.findings:
             parts.append(f"<div><b>{len(self.findings)} finding{'s' * (len(self.findings) != 1)}</b></div>")
-            for finding in self.findings:
-                parts.append(
-                    "<pre style='border-left:4px solid #D55E00;padding-left:8px;white-space:pre-wrap'>"
-                    f"{html.escape(str(finding))}</pre>"
-                )
+            style = "border-left:4px solid #D55E00;padding-left:8px;white-space:pre-wrap;font-family:monospace"
+            parts += [f"<pre style='{style}'>{html.escape(str(finding))}</pre>" for finding in self.findings]
         else:
             parts.append("<div>no findings</div>")
         return "".join(parts)
@@ -386,10 +386,10 @@ class Report:
     # ---- figures ----
 
     def plot(self, line: int | None = None, pictures: int = 1, source: bool = True):
-        """Draws which lane touches which sector, and the source with a heat column. Returns the matplotlib figure.
+        """Draws which lane touches which sector, and the source with a heat column; returns the figure.
 
         Args:
-            line: show requests of this source line only; by default one for each line that touches global memory.
+            line: show requests of this source line only; by default of each that touches global memory.
             pictures: how many requests of each line to draw.
             source: draw the source beside them.
         """
@@ -408,8 +408,10 @@ def _shape(triple: Sequence[int]) -> str:
     return str(sizes[0]) if len(sizes) == 1 else "(" + ",".join(map(str, sizes)) + ")"
 
 
-# Colours of Okabe and Ito, told apart by everyone, on a white or a black page. Text and axes are a middle grey.
-_BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#808080"
+# Colours of Okabe and Ito, told apart by everyone. A figure stands on a white card of its own, as all figures of the
+# lessons do: it reads the same on a light and on a dark page.
+_BLUE, _ORANGE, _PALE, _INK, _GREY = "#0072B2", "#E69F00", "#F3F3F3", "#222222", "#666666"
+_LANES = 32
 
 
 def plot(report: Report, line: int | None = None, pictures: int = 1, source: bool = True):
@@ -423,61 +425,79 @@ def plot(report: Report, line: int | None = None, pictures: int = 1, source: boo
     panels = len(requests) + bool(heat)
     if not panels:
         raise ValueError("there is nothing to draw: the kernel made no global access")
-    heights = [2.2] * len(requests) + ([0.6 + 0.19 * len(heat)] if heat else [])
-    figure, axes = plt.subplots(
-        panels, 1, figsize=(9, sum(heights) + 0.8), gridspec_kw={"height_ratios": heights}, squeeze=False
-    )
-    figure.patch.set_alpha(0)
-    for axis, (entry, picture) in zip(axes[:, 0], requests, strict=False):
-        _draw_request(axis, entry, picture)
-    if heat:
-        _draw_heat(axes[-1, 0], heat)
-    figure.suptitle(f"simulated · {report._heading()}", color=_GREY, fontsize=11)
-    figure.tight_layout()
+    heights = [1.45] * len(requests) + ([0.4 + 0.17 * len(heat)] if heat else [])
+    with plt.rc_context({"figure.constrained_layout.use": False, "axes.grid": False, "font.size": 9}):
+        figure, axes = plt.subplots(
+            panels,
+            1,
+            figsize=(7.6, sum(heights) + 0.6),
+            gridspec_kw={"height_ratios": heights},
+            squeeze=False,
+            layout="constrained",
+            facecolor="white",
+        )
+        for axis, (entry, picture) in zip(axes[:, 0], requests, strict=False):
+            _draw_request(axis, entry, picture)
+        if heat:
+            _draw_heat(axes[-1, 0], heat)
+        figure.suptitle(f"simulated · {report._heading()}", color=_INK, fontsize=10, x=0.01, ha="left")
     plt.close(figure)  # a notebook shows the figure that the cell returns; it need not show it twice
     return figure
 
 
-def _bare(axis) -> None:
-    axis.patch.set_alpha(0)
-    axis.tick_params(colors=_GREY, labelsize=8)
+def _bare(axis, title: str) -> None:
+    axis.set(xticks=[], yticks=[], facecolor="white")
     for side in axis.spines.values():
-        side.set_color(_GREY)
-        side.set_linewidth(0.5)
+        side.set_visible(False)
+    axis.set_title(title, fontsize=9, color=_INK, loc="left")
+
+
+def _places(sectors: Sequence[int]) -> tuple[dict[int, float], float]:
+    """Where each sector's box begins on an axis as wide as the lanes, and how wide a box is.
+
+    Neighbours in memory touch; others stand apart.
+    """
+    at, starts = 0.0, {}
+    for before, sector in zip([sectors[0] - 1, *sectors], sectors, strict=False):
+        at += 0.0 if sector == before + 1 else 0.45
+        starts[sector] = at
+        at += 1.0
+    width = min(_LANES / at, 5.0)
+    margin = (_LANES - at * width) / 2
+    return {sector: margin + start * width for sector, start in starts.items()}, width
 
 
 def _draw_request(axis, entry: Line, picture: Picture) -> None:
-    """Lanes on the upper line, sectors on the lower one, and a stroke for each touch."""
-    sectors = picture.sectors
-    place = {sector: i for i, sector in enumerate(sectors)}
-    # Sectors are spread over the width of the 32 lanes; one that stands apart from its neighbour gets a gap.
-    width = 31 / max(1, len(sectors) - 1) if len(sectors) > 1 else 0
+    """Lanes above; below, the sectors that move: the bytes that lanes ask for are filled, the rest of a box is pale."""
+    sectors, size = picture.sectors, picture.bytes_per_lane
+    place, width = _places(sectors)
     for lane, offset in picture.offsets.items():
-        for sector in range(offset // SECTOR, (offset + picture.bytes_per_lane - 1) // SECTOR + 1):
-            x = place[sector] * width if len(sectors) > 1 else 15.5
-            axis.plot([lane, x], [1, 0.12], color=_BLUE, linewidth=0.8, alpha=0.8)
-    axis.scatter(list(picture.offsets), [1] * len(picture.offsets), color=_BLUE, s=18, zorder=3)
-    xs = [place[s] * width if len(sectors) > 1 else 15.5 for s in sectors]
-    axis.scatter(xs, [0.12] * len(xs), color=_ORANGE, marker="s", s=34, zorder=3)
-    step = max(1, len(sectors) // 8)
-    for sector, x in list(zip(sectors, xs, strict=True))[::step]:
-        axis.text(x, -0.02, f"{sector * SECTOR:,}", ha="center", va="top", fontsize=7, color=_GREY)
-    axis.text(-1, 1, "lanes", ha="right", va="center", fontsize=8, color=_GREY)
-    axis.text(-1, 0.12, "sectors", ha="right", va="center", fontsize=8, color=_GREY)
-    axis.set_xlim(-4, 32)
-    axis.set_ylim(-0.25, 1.2)
-    axis.set_yticks([])
-    axis.set_xticks([])
-    axis.set_xlabel(f"byte offset in {picture.buffer}", fontsize=8, color=_GREY)
-    moved, needed = len(sectors) * SECTOR, len(set(picture.offsets.values())) * picture.bytes_per_lane
-    axis.set_title(
-        f"line {entry.line}: {entry.how} of {picture.buffer}, one request of warp {picture.warp}: "
-        f"{len(sectors)} sectors, {needed:,} bytes needed, {moved:,} moved",
-        fontsize=9,
-        color=_GREY,
-        loc="left",
-    )
-    _bare(axis)
+        for sector in range(offset // SECTOR, (offset + size - 1) // SECTOR + 1):
+            low = max(offset, sector * SECTOR) - sector * SECTOR
+            high = min(offset + size, (sector + 1) * SECTOR) - sector * SECTOR
+            left, right = (place[sector] + width * b / SECTOR for b in (low, high))
+            seen = max(right, left + 0.13)  # two bytes of a narrow box must still be seen
+            axis.fill_between([left, seen], 0.01, 0.23, color=_ORANGE, linewidth=0, zorder=2)
+            axis.plot([lane + 0.5, (left + right) / 2], [0.92, 0.25], color=_BLUE, linewidth=0.7, alpha=0.75)
+    for start in place.values():
+        axis.fill_between([start, start + width], 0, 0.24, facecolor=_PALE, edgecolor="none", zorder=1)
+        axis.plot(
+            [start, start + width, start + width, start, start], [0, 0, 0.24, 0.24, 0], color=_INK, lw=0.6, zorder=3
+        )
+    axis.scatter([lane + 0.5 for lane in picture.offsets], [1] * len(picture.offsets), color=_BLUE, s=16, zorder=3)
+    for lane in (0, 8, 16, 24, 31):
+        axis.text(lane + 0.5, 1.13, str(lane), ha="center", va="bottom", fontsize=7, color=_GREY)
+    labels = list(place.items())[:: max(1, -(-len(sectors) // 7))]
+    for sector, start in labels:
+        axis.text(start, -0.07, f"{sector * SECTOR:,}", ha="left", va="top", fontsize=7, color=_GREY)
+    for y, text in ((1, "lane"), (0.12, "sectors"), (-0.19, "at byte")):
+        axis.text(-0.5, y, text, ha="right", va="center", fontsize=8, color=_GREY)
+    axis.set_xlim(-3, _LANES + 0.2)
+    axis.set_ylim(-0.3, 1.3)
+    moved, needed = len(sectors) * SECTOR, len(set(picture.offsets.values())) * size
+    count = f"{len(sectors)} sector{'s' * (len(sectors) != 1)}"
+    what = f"line {entry.line}: one {entry.how} of {picture.buffer} by a warp"
+    _bare(axis, f"{what}: {needed:,} bytes asked for, {count} = {moved:,} bytes moved")
 
 
 def _heat(report: Report) -> list[tuple[int, str, int]]:
@@ -500,13 +520,13 @@ def _draw_heat(axis, heat: list[tuple[int, str, int]]) -> None:
     most = max(amount for *_, amount in heat) or 1
     for i, (number, text, amount) in enumerate(heat):
         if amount:
-            axis.barh(i, 0.18 * amount / most, left=0.0, height=0.85, color=_ORANGE)
-            axis.text(0.19, i, f"{amount:,}", fontsize=7, va="center", color=_GREY)
-        axis.text(0.275, i, f"{number}", fontsize=7, va="center", ha="right", color=_GREY, family="monospace")
-        axis.text(0.285, i, text.expandtabs(4)[:110], fontsize=7, va="center", color=_GREY, family="monospace")
+            axis.barh(i, 0.12 * amount / most, left=0.0, height=0.8, color=_ORANGE)
+            axis.text(0.205, i, f"{amount:,}", fontsize=7, va="center", ha="right", color=_INK)
+        axis.text(0.25, i, f"{number}", fontsize=7, va="center", ha="right", color=_GREY, family="monospace")
+        shown = text.expandtabs(4)
+        shown = shown if len(shown) <= 88 else shown[:87] + "…"
+        colour = _INK if amount else _GREY
+        axis.text(0.26, i, shown, fontsize=7, va="center", color=colour, family="monospace")
     axis.set_xlim(0, 1)
     axis.set_ylim(len(heat) - 0.4, -0.6)
-    axis.set_yticks([])
-    axis.set_xticks([])
-    axis.set_title("sectors moved by each line", fontsize=9, color=_GREY, loc="left")
-    _bare(axis)
+    _bare(axis, "sectors moved by each line, all requests together")

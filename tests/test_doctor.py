@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoqwen import doctor
+from nanoqwen import doctor, simt
 
 
 @pytest.fixture
@@ -27,9 +27,12 @@ def test_no_compiler_is_mended_by_installing_one(path):
 
 
 def test_a_compiler_that_cannot_build_cpp17_is_no_compiler(path):
-    path("g++", "echo 'error: unrecognized option -std=c++17' >&2; exit 1")
+    path(
+        "g++",
+        'case "$1" in --version) echo "g++ 1";; *) echo "error: unrecognized option -std=c++17" >&2; exit 1;; esac',
+    )
     check = doctor.check_compiler(*doctor.find_compiler())
-    assert check.fix and "unrecognized option" in check.text
+    assert check.fix and "g++ does not build" in check.text and "unrecognized option" in check.text
 
 
 @pytest.mark.skipif(not os.path.exists("/usr/bin/g++"), reason="needs g++")
@@ -37,11 +40,23 @@ def test_the_compiler_is_tried_not_just_found():
     assert doctor.find_compiler()[1] is None
 
 
-def test_cxx_chooses_the_compiler(path, monkeypatch):
+def test_cxx_chooses_the_compiler_as_it_does_for_kernels(path, monkeypatch):
     path("g++", "exit 1")
     path("my-c++", "exit 0")
-    monkeypatch.setenv("CXX", "my-c++")
-    assert doctor.find_compiler() == ("my-c++", None)
+    monkeypatch.setenv("CXX", "my-c++ -O1")
+    assert doctor.find_compiler() == ("my-c++ -O1", None)
+    monkeypatch.setenv("CXX", "gone-c++")
+    assert doctor.find_compiler() == (None, None)  # g++ is there, and does not even say its version
+    path("clang++", "exit 0")
+    simt._find_compiler.cache_clear()
+    assert doctor.find_compiler() == ("clang++", None)
+    assert simt.compiler().command[0].endswith("/clang++")
+
+
+def test_a_compiler_that_cannot_be_looked_for_says_why(monkeypatch):
+    monkeypatch.setattr(doctor, "_module", lambda name: (_ for _ in ()).throw(ImportError("no numpy")))
+    check = doctor.check_compiler(*doctor.find_compiler())
+    assert check.blocks and check.text == "cannot be looked for (no numpy)"
 
 
 def test_without_a_gpu_nothing_of_cuda_is_wanted():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoqwen import lesson, reference
+from nanoqwen import lesson, listing, reference
 from nanoqwen.paths import REPO
 
 
@@ -263,7 +263,7 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("colour", [lesson.BLUE, lesson.GREEN, lesson.VERMILLION, lesson.PURPLE, lesson.GREY])
+@pytest.mark.parametrize("colour", [listing.BLUE, listing.GREEN, listing.VERMILLION, listing.PURPLE, listing.GREY])
 @pytest.mark.parametrize("background", ["#ffffff", "#111111"])
 def test_source_is_readable_on_light_and_dark(colour, background):
     lighter, darker = sorted((luminance(colour), luminance(background)), reverse=True)
@@ -271,9 +271,9 @@ def test_source_is_readable_on_light_and_dark(colour, background):
 
 
 def test_source_cannot_smuggle_markup_into_a_notebook():
-    assert "<script>" not in lesson._highlight('x = "<script>"', "a.py")
-    assert "<script>" not in lesson._highlight("<script>", "kernel.cu")
-    assert "<script>" not in lesson._prose("`<script>` and <script>")
+    assert "<script>" not in listing.highlight('x = "<script>"', "a.py")
+    assert "<script>" not in listing.highlight("<script>", "kernel.cu")
+    assert "<script>" not in listing.prose("`<script>` and <script>")
 
 
 # Tables
@@ -298,7 +298,7 @@ def test_numbers_align_right_with_four_digits(capsys):
     [(0.0, "0"), (0.5, "0.5000"), (9.87654, "9.877"), (4800.0, "4,800"), (1e12, "1.000e+12"), (1e-6, "1.000e-06")],
 )
 def test_figures(value, text):
-    assert lesson._figure(value) == text
+    assert listing.figure(value) == text
 
 
 def test_a_table_needs_rows_of_the_same_columns():
@@ -320,7 +320,7 @@ class Shell:
 @pytest.fixture
 def cells(monkeypatch):
     displayed = []
-    monkeypatch.setattr(lesson, "_ipython", lambda: Shell)
+    monkeypatch.setattr(listing, "ipython", lambda: Shell)
     monkeypatch.setattr("IPython.display.display", lambda data, raw: displayed.append(data))
     return displayed
 
@@ -360,8 +360,8 @@ def test_start_sets_seeds_and_says_where_it_runs(monkeypatch, tmp_path, capsys):
 
 def test_lessons_import_without_jupyter():
     hidden = "import sys; sys.modules.update(dict.fromkeys(('IPython', 'pygments')));"
-    code = hidden + "from nanoqwen import lesson, reference; lesson.show(reference.rotate); lesson.hint('h')"
-    code += "; assert lesson._highlight('a<b', 'x.py') .endswith('>a&lt;b</pre>')"
+    code = hidden + "from nanoqwen import lesson, listing, reference; lesson.show(reference.rotate); lesson.hint('h')"
+    code += "; assert listing.highlight('a<b', 'x.py') .endswith('>a&lt;b</pre>')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "def rotate" in done.stdout

@@ -70,6 +70,8 @@ def test_the_layout_picture_leaves_nothing_out():
     modules = {path.name for path in (REPO / "nanoqwen").iterdir() if path.name.strip("_") == path.name}
     modules -= {"paths.py", "__init__.py", "__pycache__"}
     assert sorted(name for name in modules if not re.search(rf"\b{re.escape(name)}", text)) == []
+    folders = {f"csrc/{path.name}/" for path in (REPO / "csrc").iterdir() if path.is_dir()}
+    assert folders <= set(layout())
 
 
 def test_the_table_of_lessons_is_up_to_date():

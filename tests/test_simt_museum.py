@@ -1,5 +1,5 @@
-"""Every exhibit of csrc/museum: the broken kernel is caught by the observer it names, at its marked line, and the
-mended one is clean and right. These are also the tests of the observers."""
+"""Every exhibit of csrc/museum: the broken kernel is caught by the observer it names, at its marked line, and
+the mended one is clean and right. These are also the tests of the observers."""
 
 import re
 from dataclasses import dataclass

@@ -56,6 +56,10 @@ SIMT_INLINE void __nanosleep(unsigned) { simt_pause(); }
 SIMT_INLINE long long clock64() { return (long long)simt_clock(); }
 SIMT_INLINE int clock() { return (int)simt_clock(); }
 SIMT_INLINE void __trap(SIMT_HERE) { simt_trap("__trap()", file, line); }
+#define assert(condition) ((condition) ? (void)0 : simt_trap("assertion failed: " #condition, __FILE__, __LINE__))
+#if !defined(__clang__)
+#define __builtin_assume(condition) ((void)0)
+#endif
 
 // ---- shuffles and votes ----
 namespace simt {

@@ -3,18 +3,20 @@
 #include "simt/vector_types.h"
 
 namespace simt {
+// Three ways to convert: an instruction of x86-64, a type of aarch64, and plain arithmetic for the rest (and for the
+// test that compares them: SIMT_PORTABLE_HALF).
 inline unsigned bits_of(float f) { unsigned u; __builtin_memcpy(&u, &f, 4); return u; }
 inline float float_of(unsigned u) { float f; __builtin_memcpy(&f, &u, 4); return f; }
 
 inline float half_to_float(unsigned short h) {
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(SIMT_PORTABLE_HALF)
     typedef float V __attribute__((vector_size(16)));
     typedef int I __attribute__((vector_size(16)));
     I in = {h, 0, 0, 0};
     V out;
     asm("vcvtph2ps %1, %0" : "=x"(out) : "x"(in));
     return out[0];
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(SIMT_PORTABLE_HALF)
     __fp16 f;
     __builtin_memcpy(&f, &h, 2);
     return f;
@@ -31,14 +33,14 @@ inline float half_to_float(unsigned short h) {
 
 inline unsigned short float_to_half(float f) {
     if (f != f) return 0x7fff;  // the one NaN that the GPU's conversion makes
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(SIMT_PORTABLE_HALF)
     typedef float V __attribute__((vector_size(16)));
     typedef int I __attribute__((vector_size(16)));
     V in = {f, 0, 0, 0};
     I out;
     asm("vcvtps2ph $0, %1, %0" : "=x"(out) : "x"(in));
     return (unsigned short)out[0];
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(SIMT_PORTABLE_HALF)
     __fp16 h = f;
     unsigned short u;
     __builtin_memcpy(&u, &h, 2);

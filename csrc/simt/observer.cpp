@@ -212,9 +212,12 @@ class TheObserver final : public Observer {
     }
 #else
     void find_module() {}
-    bool in_module(uintptr_t a) const {  // also covers fixed __shared__ arrays, whose place is not known here
+    bool in_module(uintptr_t a) const {
         Dl_info info;
-        return dladdr(reinterpret_cast<void*>(a), &info) != 0 || a >= 0x100000000ull;
+        if (dladdr(reinterpret_cast<void*>(a), &info)) return true;
+        // Fixed __shared__ arrays lie in one block with the anchor; where that block begins and ends is not known here.
+        uintptr_t anchor = reinterpret_cast<uintptr_t>(worker->anchor);
+        return a + (512 << 10) > anchor && a < anchor + (512 << 10);
     }
 #endif
 

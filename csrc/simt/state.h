@@ -146,6 +146,7 @@ struct Worker {
     void* scheduler_sp = nullptr;
     Block* block = nullptr;
     // this OS thread's shared memory
+    u8* anchor = nullptr;  // an address inside the thread-local block that it lies in
     u8 *shared_low = nullptr, *shared_high = nullptr, *dynamic_low = nullptr, *dynamic_high = nullptr;
     // stacks, kept from launch to launch
     u8* stacks = nullptr;
@@ -178,11 +179,46 @@ extern thread_local Worker* worker __attribute__((tls_model("initial-exec")));
 extern thread_local Worker* worker;
 #endif
 
+// ---- shared by the files of the machine ----
 std::string quoted(const char* text);
+std::string triple(uint3 v);
 std::string thread_json(const Fiber* f);
 std::string place_json(const Place& p);
+void finding(Fiber* f, const char* kind, const char* what, const std::string& text, bool with_place = true,
+             const std::string& more = "");
 // Ends the whole launch from inside a fiber; does not return.
 [[noreturn]] void abandon();
+
+inline Place here(const char* file, unsigned line, const void* pc) {
+    Place p;
+    p.file = file;
+    p.line = line;
+    p.pc = pc;
+    return p;
+}
+double now();  // seconds
+
+// waiting.cpp: a thread that returns may be the last one that others waited for
+void recheck_warp(Warp* w);
+void recheck_barrier(Block* b);
+bool deliver_bulk(Block* b);
+void report_deadlock(const std::vector<Block*>& blocks, bool spinning);
+
+// faults.cpp
+const size_t kStackBytes = 128 * 1024, kGuardBytes = 16 * 1024;
+struct FaultGuard {  // while one exists, a crash in a kernel is a finding
+    FaultGuard();
+    ~FaultGuard();
+};
+struct SignalStack {  // a stack overflow is reported from another stack
+    SignalStack();
+    ~SignalStack();
+
+  private:
+    void *before, *memory;
+};
+void watch(Worker* w);
+void stop_watching(Worker* w);
 
 // ---- the observer (observer.cpp) ----
 enum Access : u32 { kLoad = 0, kStore = 1, kAtomic = 2, kAsync = 3 };
@@ -205,5 +241,6 @@ struct Observer {
     virtual std::string report() = 0;
 };
 Observer* make_observer(Launch*, std::vector<void*>& moved);
+inline Observer* observer() { return worker->launch->observer; }
 
 }  // namespace simt

@@ -11,7 +11,7 @@ ALIGNMENT = 16  # bytes of the widest load
 def check_tensor(
     name: str,
     tensor: Tensor,
-    shape: Sequence[int | str],
+    shape: tuple[int | str, ...],
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
     alignment: int = 1,
@@ -36,16 +36,29 @@ def check_tensor(
         raise TypeError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}; it must be {wanted}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}: use {name}.to({str(device)!r})")
-    if device is None and tensor.device.type not in ("cuda", "cpu"):
+    if device is None and not (tensor.is_cuda or tensor.is_cpu):
         raise ValueError(f"{name} is on {tensor.device}; kernels run on cuda and cpu")
-    wanted_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-    if tensor.dim() != len(shape) or any(
-        have != want if isinstance(want, int) else have < 1 for have, want in zip(tensor.shape, shape, strict=True)
-    ):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {wanted_shape}")
+    if (sizes := tensor.shape) != shape and not _matches(sizes, shape):
+        wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+        raise ValueError(f"{name} has shape {tuple(sizes)}; it must be {wanted}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (strides {tensor.stride()}); pass {name}.contiguous()")
     if tensor.data_ptr() % alignment:
         raise ValueError(
             f"{name} starts at an address that is no multiple of {alignment} bytes (a slice?); pass {name}.clone()"
         )
+
+
+def _matches(sizes: Sequence[int], shape: Sequence[int | str]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    for have, want in zip(sizes, shape, strict=True):
+        if have != want and (isinstance(want, int) or have < 1):
+            return False
+    return True
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors of one device share a byte."""
+    start, other = a.data_ptr(), b.data_ptr()
+    return start < other + b.nbytes and other < start + a.nbytes

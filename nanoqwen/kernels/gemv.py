@@ -1,18 +1,22 @@
 """y = W x: the naive kernel of lesson 02 and the ladder of lesson 03, each as a function."""
 
+import functools
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor
+from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
 from nanoqwen.kernels.launch import Program
 
 C_NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 LANES, LOADS = (32, 64, 128), (7, 4, 2)  # instances of the last step
+H200_SMS = 132
 WARPS_PER_SM = 32  # with fewer than this, loads in flight do not cover the latency of memory
 
 _PARAMS = "pppii"
+_OUTPUTS = ("y",)
+_DTYPES = tuple(C_NAMES)
 _NAIVE = {d: Program(Path("gemv_naive.cu"), {f"gemv_naive<{t}>": _PARAMS}) for d, t in C_NAMES.items()}
 _LADDER = {
     dtype: Program(
@@ -42,7 +46,7 @@ def gemv_naive(w: Tensor, x: Tensor, out: Tensor | None = None, *, block: int = 
     rows, cols, out = _arguments(w, x, out, wide=False)
     grid = -(-rows // block) if block > 0 else 1
     name = f"gemv_naive<{C_NAMES[w.dtype]}>"
-    _NAIVE[w.dtype].launch(name, w.device, grid, block, (w, x, out, rows, cols), outputs=("y",))
+    _NAIVE[w.dtype].launch(name, w.device, grid, block, (w, x, out, rows, cols), outputs=_OUTPUTS)
     return out
 
 
@@ -66,18 +70,30 @@ def gemv_rows(w: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     return _step("rows", w, x, out, rows_per_warp=2)
 
 
-def gemv(w: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+def gemv(w: Tensor, x: Tensor, out: Tensor | None = None, *, sms: int | None = None) -> Tensor:
     """y = W x, the launch chosen for the shape (lesson 03, step 5).
 
     As `gemv_naive`; a row must be a multiple of 16 bytes.
+
+    Args:
+        sms: choose as for a GPU of so many multiprocessors; default: this GPU's, or an H200's on a CPU.
     """
     rows, cols, out = _arguments(w, x, out)
-    sms = torch.cuda.get_device_properties(w.device).multi_processor_count if w.is_cuda else 132
-    lanes, loads = choose(rows, cols * w.element_size(), sms)
-    name = f"gemv<{C_NAMES[w.dtype]}, {lanes}, {loads}>"
-    grid = -(-rows // (128 // lanes))
-    _LADDER[w.dtype].launch(name, w.device, grid, 128, (w, x, out, rows, cols), outputs=("y",))
+    name, grid = _plan(w.dtype, rows, cols, sms or (_sms(w.device) if w.is_cuda else H200_SMS))
+    _LADDER[w.dtype].launch(name, w.device, grid, 128, (w, x, out, rows, cols), outputs=_OUTPUTS)
     return out
+
+
+@functools.lru_cache
+def _plan(dtype: torch.dtype, rows: int, cols: int, sms: int) -> tuple[str, int]:
+    """The instance of `gemv` and the number of blocks."""
+    lanes, loads = choose(rows, cols * dtype.itemsize, sms)
+    return f"gemv<{C_NAMES[dtype]}, {lanes}, {loads}>", -(-rows // (128 // lanes))
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose(rows: int, row_bytes: int, sms: int) -> tuple[int, int]:
@@ -103,33 +119,26 @@ def _step(step: str, w: Tensor, x: Tensor, out: Tensor | None, wide: bool = True
     rows, cols, out = _arguments(w, x, out, wide)
     grid = -(-rows // (4 * rows_per_warp))  # blocks of 128 threads: four warps
     name = f"gemv_{step}<{C_NAMES[w.dtype]}>"
-    _LADDER[w.dtype].launch(name, w.device, grid, 128, (w, x, out, rows, cols), outputs=("y",))
+    _LADDER[w.dtype].launch(name, w.device, grid, 128, (w, x, out, rows, cols), outputs=_OUTPUTS)
     return out
 
 
 def _arguments(w: Tensor, x: Tensor, out: Tensor | None, wide: bool = True) -> tuple[int, int, Tensor]:
     alignment = ALIGNMENT if wide else 1
-    check_tensor("w", w, ("rows", "cols"), tuple(C_NAMES), alignment=alignment)
-    rows, cols = w.shape
-    check_tensor("x", x, (cols,), (w.dtype,), w.device, alignment)
-    if wide and cols * w.element_size() % ALIGNMENT:
+    check_tensor("w", w, ("rows", "cols"), _DTYPES, alignment=alignment)
+    (rows, cols), dtypes, device = w.shape, (w.dtype,), w.device
+    check_tensor("x", x, (cols,), dtypes, device, alignment)
+    if wide and cols * w.itemsize % ALIGNMENT:
         raise ValueError(
-            f"w has {cols} columns of {w.element_size()} bytes; a row must be a multiple of {ALIGNMENT} bytes "
-            f"({ALIGNMENT // w.element_size()} columns) for 16-byte loads: pad the columns with zeros"
+            f"w has {cols} columns of {w.itemsize} bytes; a row must be a multiple of {ALIGNMENT} bytes "
+            f"({ALIGNMENT // w.itemsize} columns) for 16-byte loads: pad the columns with zeros"
         )
-    if max(rows, cols) >= 2**31:
+    if rows >= 2**31 or cols >= 2**31:
         raise ValueError(f"w has shape {tuple(w.shape)}; rows and columns must be below 2**31")
     if out is None:
-        out = torch.empty(rows, dtype=w.dtype, device=w.device)
-    else:
-        check_tensor("out", out, (rows,), (w.dtype,), w.device)
-        for name, other in (("w", w), ("x", x)):
-            if _overlap(out, other):
-                raise ValueError(f"out overlaps {name}; blocks would read what others have already written")
+        return rows, cols, torch.empty(rows, dtype=w.dtype, device=device)
+    check_tensor("out", out, (rows,), dtypes, device)
+    if overlap(out, w) or overlap(out, x):
+        name = "w" if overlap(out, w) else "x"
+        raise ValueError(f"out overlaps {name}; blocks would read what others have already written")
     return rows, cols, out
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte."""
-    start, other = a.data_ptr(), b.data_ptr()
-    return start < other + b.numel() * b.element_size() and other < start + a.numel() * a.element_size()

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import re
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ _C_TYPES = {
     "l": ctypes.c_int64,
     "f": ctypes.c_float,
 }
+# How `struct` packs each, in 8 bytes whatever its size.
+_PACKED = {"p": "Q", "i": "i4x", "u": "I4x", "l": "q", "f": "f4x"}
 
 
 class Program:
@@ -60,6 +63,7 @@ class Program:
         self._simt: simt.Module | None = None
         self._gpu: dict[tuple[str, int], _GpuKernel] = {}
         self._modules: dict[int, object] = {}
+        self._retired: list[object] = []  # a captured graph may still launch their kernels
 
     def launch(
         self,
@@ -87,16 +91,16 @@ class Program:
             nanoqwen.simt.CompileError: the source does not compile; file, line and the compiler's words.
             RuntimeError: no machine to run it on, or the launch failed.
         """
-        self._look_at_sources()
+        if self._state != _sources_state():
+            self._forget()
         if device.type == "cuda":
-            kernel = self._gpu.get((name, device.index or 0)) or self._gpu_kernel(name, device.index or 0)
+            kernel = self._gpu.get((name, device.index)) or self._gpu_kernel(name, _index(device))
             kernel.launch(grid, block, args, shared_bytes)
             return
         if device.type != "cpu":
             raise RuntimeError(f"kernels run on CUDA and CPU tensors, not on {device}")
         params = self._params(name)
-        if len(params) != len(args):
-            raise TypeError(f"{name} takes {len(params)} arguments, got {len(args)}")
+        _check_arguments(name, params, args, "cpu")
         self.compile(device)
         typed = [arg if kind == "p" else _C_TYPES[kind](arg) for kind, arg in zip(params, args, strict=True)]
         self._simt[name].launch(grid, block, typed, shared_bytes, outputs=outputs)
@@ -107,9 +111,10 @@ class Program:
         Raises:
             nanoqwen.simt.CompileError, RuntimeError: as `launch`.
         """
-        self._look_at_sources()
+        if self._state != _sources_state():
+            self._forget()
         if device.type == "cuda":
-            if (index := device.index or 0) not in self._modules:
+            if (index := _index(device)) not in self._modules:
                 self._modules[index] = self._compile_for_gpu(index)
         elif self._simt is None:
             self._simt = simt.compile(
@@ -120,9 +125,10 @@ class Program:
                 include_dirs=(INCLUDE,),
             )
 
-    def _look_at_sources(self) -> None:
-        if self._state != (state := _sources_state()):
-            self._simt, self._gpu, self._modules, self._state = None, {}, {}, state
+    def _forget(self) -> None:
+        """Compile anew at the next launch: the sources have changed."""
+        self._retired.extend(self._modules.values())
+        self._simt, self._gpu, self._modules, self._state = None, {}, {}, _sources_state()
 
     def _params(self, name: str) -> str:
         if name not in self.kernels:
@@ -130,6 +136,8 @@ class Program:
         return self.kernels[name]
 
     def _gpu_kernel(self, name: str, device: int) -> "_GpuKernel":
+        if (name, device) in self._gpu:  # asked for as plain "cuda"
+            return self._gpu[name, device]
         params = self._params(name)
         self.compile(torch.device("cuda", device))
         kernel = self._gpu[name, device] = _GpuKernel(self._modules[device], name, params, device)
@@ -166,42 +174,133 @@ class Program:
         return simt.CompileError(message, file, line, output)
 
 
+class _LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
 class _GpuKernel:
-    """One loaded kernel: the addresses of its arguments stay the same, so a launch only fills in their values."""
+    """One loaded kernel.
+
+    A launch costs microseconds, so nothing is done in it that could be done once. A shape is checked when it is first
+    seen. The arguments lie where they always lie, 8 bytes each: a launch packs their values, in one call, and the
+    driver gets objects that ctypes need not convert.
+    """
 
     def __init__(self, module, name: str, params: str, device: int):
         raw = module.get_function(name)
         self.raw, self.name, self.params, self.device = raw, name, params, device
-        self.handle = ctypes.c_void_p(raw.kernel.ptr)
-        self.values = [_C_TYPES[kind]() for kind in params]
-        self.addresses = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, self.values))
-        properties = torch.cuda.get_device_properties(device)
-        self.shared_limit = properties.shared_memory_per_block_optin
+        self.function = ctypes.c_void_p(raw.kernel.ptr)
+        self.values = ctypes.create_string_buffer(8 * max(1, len(params)))
+        base = ctypes.addressof(self.values)
+        self.addresses = (ctypes.c_void_p * max(1, len(params)))(*(base + 8 * i for i in range(len(params))))
+        self.pointers = [i for i, kind in enumerate(params) if kind == "p"]
+        self.pack_into = struct.Struct("=" + "".join(_PACKED[kind] for kind in params)).pack_into
+        self.shared_limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         self.shared_allowed = 48 * 1024
+        self.several_gpus = torch.cuda.device_count() > 1
+        self.current_stream = torch._C._cuda_getCurrentRawStream
+        self.driver_launch = _driver().cuLaunchKernelEx
+        self.configs: dict[tuple, object] = {}
         self.lock = threading.Lock()
 
     def launch(self, grid, block, args: Sequence, shared_bytes: int) -> None:
-        if len(args) != len(self.params):
-            raise TypeError(f"{self.name} takes {len(self.params)} arguments, got {len(args)}")
-        grid, block = simt.launch_shape(grid, block, shared_bytes, self.shared_limit)
-        if shared_bytes > self.shared_allowed:
-            self.raw.max_dynamic_shared_size_bytes = self.shared_allowed = shared_bytes
+        stream = self.current_stream(self.device)
+        try:
+            config = self.configs[grid, block, shared_bytes, stream]
+        except (KeyError, TypeError):  # new, or a list, which is no key
+            config = self._config(grid, block, shared_bytes, stream)
         with self.lock:
-            for value, kind, arg in zip(self.values, self.params, args, strict=True):
-                value.value = arg if kind != "p" else None if arg is None else arg.data_ptr()
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            status = _driver().cuLaunchKernel(self.handle, *grid, *block, shared_bytes, stream, self.addresses, None)
+            try:
+                values = list(args)
+                for i in self.pointers:
+                    tensor = values[i]
+                    values[i] = tensor.data_ptr() if tensor.is_cuda else None  # None does not pack
+                self.pack_into(self.values, 0, *values)
+            except (AttributeError, IndexError, OverflowError, struct.error):  # a null pointer, or what does not fit
+                self._pack_with_care(args)
+            status = self._start(config)
         if status:
             raise RuntimeError(f"{self.name}: the driver refused the launch ({_driver_words(status)})")
+
+    def _pack_with_care(self, args: Sequence) -> None:
+        _check_arguments(self.name, self.params, args, "cuda")
+        values = [
+            arg if kind != "p" else 0 if arg is None else arg.data_ptr()
+            for kind, arg in zip(self.params, args, strict=True)
+        ]
+        self.pack_into(self.values, 0, *values)
+
+    def _start(self, config) -> int:
+        if self.several_gpus and torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.driver_launch(config, self.function, self.addresses, None)
+        status = self.driver_launch(config, self.function, self.addresses, None)
+        if status == _INVALID_CONTEXT:  # a thread of the reader's that has not used the GPU before
+            torch.cuda.mem_get_info(self.device)
+            status = self.driver_launch(config, self.function, self.addresses, None)
+        return status
+
+    def _config(self, grid, block, shared_bytes: int, stream: int):
+        grid3, block3 = simt.launch_shape(grid, block, shared_bytes, self.shared_limit)
+        if shared_bytes > self.shared_allowed:
+            self.raw.max_dynamic_shared_size_bytes = self.shared_allowed = shared_bytes
+        if len(self.configs) >= _CONFIGS_KEPT:
+            self.configs.clear()
+        config = _LaunchConfig((ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), shared_bytes, stream)
+        self.configs[_key(grid), _key(block), shared_bytes, stream] = reference = ctypes.byref(config)
+        return reference
+
+
+_CONFIGS_KEPT = 256  # shapes and streams of a kernel
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def _key(size):
+    return size if isinstance(size, int) else tuple(size)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _check_arguments(name: str, params: str, args: Sequence, device: str) -> None:
+    """Refuse arguments that a kernel's parameters cannot take.
+
+    Raises:
+        TypeError: too many or too few, or of another kind. ValueError: a number out of range, a tensor elsewhere.
+    """
+    if len(args) != len(params):
+        raise TypeError(f"{name} takes {len(params)} arguments, got {len(args)}")
+    for i, (kind, arg) in enumerate(zip(params, args, strict=True)):
+        if kind == "p":
+            if not (arg is None or hasattr(arg, "data_ptr")):
+                raise TypeError(f"argument {i} of {name} must be a tensor or None, got {type(arg).__name__} {arg!r}")
+            if arg is not None and arg.device.type != device:
+                raise ValueError(f"argument {i} of {name} is on {arg.device}; the kernel runs on {device}")
+            continue
+        try:
+            struct.pack("=" + _PACKED[kind], arg)
+        except (struct.error, OverflowError) as error:
+            too_large = isinstance(error, OverflowError) or (isinstance(arg, int) and kind != "f")
+            wanted = _C_TYPES[kind].__name__.removeprefix("c_")
+            raise (ValueError if too_large else TypeError)(
+                f"argument {i} of {name} is {arg!r}; it must be a number that fits C's {wanted}"
+            ) from None
 
 
 @functools.cache
 def _driver() -> ctypes.PyDLL:
     # Not CDLL: a launch is over in microseconds, less than letting go of the interpreter and taking it back.
-    library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
-    return library
+    return ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
 def _driver_words(status: int) -> str:

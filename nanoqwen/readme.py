@@ -1,0 +1,163 @@
+"""What pages show of the records: `python -m nanoqwen.readme` writes tables and figures from data/records into them.
+
+A page marks the place with two comments. Where a record is missing the place stays empty.
+"""
+
+import hashlib
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nanoqwen import records
+from nanoqwen.bench_gemv import ladder
+from nanoqwen.counters import GLOBAL, parity_table
+from nanoqwen.paths import DATA, REPO
+from nanoqwen.records import Record
+from nanoqwen.roofline import OKABE_ITO, Bar, plot_mbu
+
+FIGURE = DATA / "figures" / "ladder.png"
+SHAPE = "7B gate_up"
+GPU = "NVIDIA H200"
+CHANGES = {
+    "naive": "one thread a row",
+    "coalesced": "a warp a row: neighbouring lanes read neighbours",
+    "vectorized": "16 bytes a lane",
+    "unrolled": "four loads in flight",
+    "rows": "two rows a warp",
+    "gemv": "the launch chosen for the shape",
+    "torch": "cuBLAS",
+}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The comments between which the section `name` stands."""
+    return f"<!-- {name}: written by `make format` -->", f"<!-- end of {name} -->"
+
+
+def with_section(page: str, name: str, body: str) -> str:
+    """The page's text with its section `name` brought up to date.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    start, end = markers(name)
+    before, found_start, rest = page.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_start or not found_end:
+        raise ValueError(f"the page lacks the lines {start} and {end}")
+    return f"{before}{start}\n{body}{end}{after}"
+
+
+def ladder_section(record: Record) -> str:
+    """The README's table of the GEMV ladder, in Markdown, with its figure."""
+    entry = record.results["shapes"][SHAPE]
+    probe = record.results["ceilings"]["read_probe"]["bytes_per_s"]
+    lines = [
+        "## The ladder so far",
+        "",
+        f"`y = W x` for the 7B's gate and up projections, {entry['rows']} × {entry['cols']} in bf16, weights cold. "
+        f"Recorded on one {record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s.",
+        "",
+        "| kernel | what changed | µs | GB/s | % of the read probe | % of cuBLAS's speed |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for rung in ladder(record, SHAPE):
+        name = rung.kernel if rung.kernel in ("gemv", "torch") else f"gemv_{rung.kernel}"
+        lines.append(
+            f"| `{name}` | {CHANGES[rung.kernel]} | {1e6 * rung.seconds:,.1f} | {rung.rate / 1e9:,.0f} "
+            f"| {100 * rung.of_probe:.1f} | {100 * rung.of_torch:.0f} |"
+        )
+    lines += ["", f"![The ladder as a share of the read probe]({FIGURE.relative_to(REPO).as_posix()})", ""]
+    return "\n".join(lines) + "\n"
+
+
+def parity_section(record: Record) -> str:
+    """The SIMT machine's counts beside the hardware's, in Markdown."""
+    cases = record.results["cases"]
+    counts = [(case, name) for case in cases for name in GLOBAL]
+    equal = sum(case["hardware"][name] == case["simulated"][name] for case, name in counts)
+    launches = len(cases)
+    return (
+        f"Recorded on one {record.device} with ncu {record.results['ncu']}: {launches} launches, and "
+        f"{equal} of {len(counts)} requests and sectors of global memory are equal. A number in brackets is the SIMT "
+        "machine's where it is another.\n\n"
+        f"{parity_table(record)}\n"
+    )
+
+
+SECTIONS: dict[str, tuple[Path, str, Callable[[Record], str]]] = {
+    "ladder": (REPO / "README.md", "gemv", ladder_section),
+    "parity": (REPO / "csrc" / "simt" / "README.md", "counters", parity_section),
+}
+"""Section: the page it stands on, the record it shows, and how."""
+
+
+def _record(name: str) -> Record | None:
+    try:
+        return records.load(name, GPU)
+    except FileNotFoundError:
+        return None
+
+
+def page_as_it_should_be(name: str) -> str:
+    """The text of the page that holds the section `name`, with the section brought up to date."""
+    page, record_name, body = SECTIONS[name]
+    record = _record(record_name)
+    return with_section(page.read_text(encoding="utf-8"), name, body(record) if record else "")
+
+
+def plot_ladder(record: Record):
+    """The ladder as bars: each kernel's share of the read probe, naive at the top, cuBLAS for comparison."""
+    entry = record.results["shapes"][SHAPE]
+    names = {"torch": "cuBLAS"}
+    bars = [Bar(names.get(r.kernel, r.kernel), r.rate / 1e9, r.of_probe, "GB/s") for r in ladder(record, SHAPE)]
+    title = f"y = W x, {entry['rows']} × {entry['cols']}, bf16, cold"
+    figure = plot_mbu(bars, "the read probe", f"recorded, {record.device}", title)
+    figure.axes[0].patches[-1].set_facecolor(OKABE_ITO[3])  # cuBLAS is no rung
+    return figure
+
+
+def figure_source(record: Record) -> str:
+    """The hash of the figures that a picture shows; the PNG carries it."""
+    shown = [(r.kernel, r.rate, r.of_probe) for r in ladder(record, SHAPE)]
+    return hashlib.sha256(repr((record.device, shown)).encode()).hexdigest()
+
+
+def main() -> None:
+    for name, (page, _, _) in SECTIONS.items():
+        text = page_as_it_should_be(name)
+        if text != page.read_text(encoding="utf-8"):
+            _write(page, text.encode())
+    record = _record("gemv")
+    if record is None:
+        FIGURE.unlink(missing_ok=True)
+    elif shown_source(FIGURE) != figure_source(record):
+        buffer = io.BytesIO()
+        metadata = {"Source": figure_source(record), "Software": None}
+        plot_ladder(record).savefig(buffer, format="png", dpi=120, bbox_inches="tight", metadata=metadata)
+        FIGURE.parent.mkdir(exist_ok=True)
+        _write(FIGURE, buffer.getvalue())
+
+
+def shown_source(figure: Path) -> str | None:
+    """The hash that a PNG carries; None where there is no picture, or none of ours."""
+    from PIL import Image  # Matplotlib brings it
+
+    if not figure.exists():
+        return None
+    with Image.open(figure) as picture:
+        return picture.info.get("Source")
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.chmod(part, 0o644)
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    main()

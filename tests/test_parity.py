@@ -1,0 +1,218 @@
+"""The SIMT machine counts what the hardware counted, and what Nsight Compute writes is read right."""
+
+import importlib
+
+import pytest
+import torch
+
+from nanoqwen import cli, counters, records
+from nanoqwen.counters import CASES, GLOBAL, METRICS, Case, NoCounters, base_name, match, parse, simulate
+
+gemv = importlib.import_module("nanoqwen.kernels.gemv")  # the module, not the function of that name
+
+try:
+    RECORD = records.load("counters", "NVIDIA H200")
+except FileNotFoundError:
+    RECORD = None
+recorded = pytest.mark.skipif(RECORD is None, reason="there is no record of the hardware's counts yet")
+RECORDED_CASES = RECORD.results["cases"] if RECORD else []
+
+HEADER = ["ID", "Process ID", "Process Name", "Kernel Name", "Block Size", "Grid Size", *METRICS.values(), "CC"]
+
+
+def line(*cells):
+    return ",".join(f'"{cell}"' for cell in cells)
+
+
+def launch(number, name, *counts):
+    return line(number, 4242, "python3.11", name, "(128, 1, 1)", "(2, 1, 1)", *counts, "9.0")
+
+
+NAIVE = "void gemv_naive<float>(const T1 *, const T1 *, T1 *, int, int)"
+SAMPLE = "\n".join(
+    [
+        "==PROF== Connected to process 4242",
+        "==WARNING== Found outstanding GPU clock reset.",
+        line(*HEADER),
+        line("", "", "", "", "", "", *["request", "sector"] * 2, "", "", ""),
+        launch(0, NAIVE, "4,096", "67,584", 8, 32, 0, 0),
+        "==PROF== Disconnected from process 4242",
+        launch(1, "gemv(const T1 *, T1 *)", "1,024.00", "1 234 567", "12", "12", "1'032", "0"),
+        "",
+    ]
+)
+
+
+# Held to the hardware
+
+
+@recorded
+def test_the_record_holds_every_kernel_three_dtypes_and_three_shapes():
+    cases = {(c["kernel"], c["dtype"], c["rows"], c["cols"]) for c in RECORDED_CASES}
+    assert cases == {(c.kernel, c.dtype, c.rows, c.cols) for c in CASES}
+    assert len({c[2:] for c in cases}) >= 3 and len({c[1] for c in cases}) == 3
+
+
+@recorded
+@pytest.mark.parametrize("entry", RECORDED_CASES, ids=lambda e: "{kernel}-{dtype}-{rows}x{cols}".format(**e))
+def test_the_machine_counts_what_the_hardware_counted(entry):
+    counts = simulate(Case(entry["kernel"], entry["dtype"], entry["rows"], entry["cols"]))
+    assert counts == entry["simulated"]
+    different = {name: counts[name] - entry["hardware"][name] for name in METRICS}
+    assert {name: by for name, by in different.items() if by} == entry["difference"]
+    assert not set(entry["difference"]) & set(GLOBAL)
+
+
+def test_hand_counted_launches_come_out():
+    # 256 rows of 256: 2 blocks of 4 warps. Each of the 256 steps loads w from 32 rows, and one word of x.
+    counts = simulate(Case("gemv_naive", "float32", 256, 256))
+    assert [counts[name] for name in GLOBAL] == [8 * 256 * 2, 8 * 256 * (32 + 1), 8, 8 * 4]
+    # A warp a row, 512 bytes a request: two requests of w and two of x, 16 sectors each; one lane stores.
+    counts = simulate(Case("gemv_vectorized", "float32", 256, 256))
+    assert [counts[name] for name in GLOBAL] == [256 * 4, 256 * 4 * 16, 256, 256]
+
+
+# What ncu writes
+
+
+def test_the_table_is_read_between_words_units_and_separators():
+    names = list(METRICS)
+    assert parse(SAMPLE) == [
+        (NAIVE, dict(zip(names, (4096, 67584, 8, 32, 0, 0), strict=True))),
+        ("gemv(const T1 *, T1 *)", dict(zip(names, (1024, 1234567, 12, 12, 1032, 0), strict=True))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no table"),
+        ("==PROF== No kernels were profiled.\n", "no table"),
+        (SAMPLE.replace(METRICS["store_sectors"], "other"), f"lacks the column {METRICS['store_sectors']}"),
+        (SAMPLE.replace("67,584", "n/a"), "'n/a'; it must be a whole number"),
+        (SAMPLE.replace("67,584", "67.5"), "'67.5'; it must be a whole number"),
+        (SAMPLE.replace("67,584", ""), "''; it must be a whole number"),
+    ],
+)
+def test_a_table_that_cannot_be_trusted_is_refused(text, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        (NAIVE, "gemv_naive"),
+        ("gemv_rows", "gemv_rows"),
+        ("void gemv<__nv_bfloat16, 32, 7>(const T1 *, const T1 *, T1 *, int, int)", "gemv"),
+        ("_Z10gemv_naiveIfEvPKT_S2_PS0_ii", "gemv_naive"),
+        ("void at::native::gemv_other<float>(int)", "gemv_other"),
+    ],
+)
+def test_a_kernel_is_known_by_its_plain_name(name, base):
+    assert base_name(name) == base
+
+
+def test_launches_are_matched_in_order_and_by_name():
+    cases = [Case("gemv_naive", "float32", 1, 8), Case("gemv", "float32", 1, 8)]
+    launches = parse(SAMPLE)
+    assert match(launches, cases) == [counts for _, counts in launches]
+    with pytest.raises(ValueError, match="2 launches of the kernels, not 1"):
+        match(launches, cases[:1])
+    with pytest.raises(ValueError, match=r"launch 0 is 'void gemv_naive.*must be gemv float32 1x8"):
+        match(launches, cases[::-1])
+
+
+# A machine whose counters cannot be read
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU to all appearances, and an `ncu` that does what a test says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def ncu(script):
+        (tmp_path / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "ncu").chmod(0o755)
+
+    return ncu
+
+
+def test_without_a_gpu_counts_are_simulated_and_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(counters, "CASES", CASES[:2])
+    answer = counters.record_counters(tmp_path)
+    assert "4,096" in answer and "67,584" in answer
+    assert "simulated, and no record was written: there is no CUDA GPU here" in answer
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_compiler_it_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for program in (*gemv._NAIVE.values(), *gemv._LADDER.values()):
+        monkeypatch.setattr(program, "_simt", None)
+    assert cli.main(["record", "counters"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nanoqwen record: no C++ compiler") and said.count("\n") == 1
+
+
+def test_without_ncu_it_says_where_it_comes_from(gpu):
+    with pytest.raises(NoCounters, match="ncu is not on the PATH; it comes with the CUDA toolkit"):
+        counters.count_on_gpu(CASES)
+
+
+def test_counters_that_the_driver_refuses_are_told_with_the_way_out(gpu):
+    gpu("echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1")
+    with pytest.raises(NoCounters, match=r"ERR_NVGPUCTRPERM.*NVreg_RestrictProfilingToAdminUsers=0"):
+        counters.count_on_gpu(CASES)
+
+
+def test_a_failing_ncu_is_quoted(gpu):
+    gpu("echo 'something new is wrong' >&2; exit 9")
+    with pytest.raises(RuntimeError, match=r"exit status 9:[\s\S]*something new is wrong"):
+        counters.count_on_gpu(CASES)
+    gpu("exit 0")
+    with pytest.raises(RuntimeError, match="wrote no table"):
+        counters.count_on_gpu(CASES)
+
+
+def test_counts_become_a_record_with_the_differences(gpu, monkeypatch, tmp_path):
+    cases = (Case("gemv_naive", "float32", 256, 256), Case("gemv", "bfloat16", 33, 256))
+    simulated = [simulate(case) for case in cases]
+    seen = [dict(counts) for counts in simulated]
+    seen[1]["shared_load_wavefronts"] += 3
+    rows = [launch(i, f"void {c.kernel}<T>()", *s.values()) for i, (c, s) in enumerate(zip(cases, seen, strict=True))]
+    (tmp_path / "table").write_text("\n".join([line(*HEADER), *rows]))
+    gpu(
+        'case "$*" in *--version*) echo "Version 2025.3.1.0 (build 1)"; exit 0;; esac\n'
+        f'while [ "$1" != --log-file ]; do shift; done; cp {tmp_path / "table"} "$2"'
+    )
+    environment = {
+        "device": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.13.0", "state": {}, "commit": None,
+        "dirty": None, "date": "2025-06-01T12:00:00Z",
+    }  # fmt: skip
+    monkeypatch.setattr(records, "record_environment", lambda device=None: environment)
+    monkeypatch.setattr(counters, "CASES", cases)
+    record = counters.record_counters(tmp_path / "records")
+    assert records.load("counters", "NVIDIA H200", tmp_path / "records") == record
+    assert record.results["ncu"] == "2025.3.1.0"
+    assert [case["difference"] for case in record.results["cases"]] == [{}, {"shared_load_wavefronts": -3}]
+    table = counters.parity_table(record)
+    assert "| `gemv_naive` | float32 | 256 x 256 | 4,096 | 67,584 | 8 | 32 | 0 |" in table
+    assert "| 3 (0) |" in table
+
+
+def test_the_watched_process_launches_every_case_in_order(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch, "device", lambda *a: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(counters, "CASES", CASES[::9])
+    monkeypatch.setattr(Case, "launch", lambda self, w, x, y: (order.append(self), y.copy_(w @ x))[1])
+    counters.main()
+    assert order == list(CASES[::9])
+    monkeypatch.setattr(Case, "launch", lambda self, w, x, y: y)
+    with pytest.raises(RuntimeError, match="is off by 1 of the result's norm"):
+        counters.main()
