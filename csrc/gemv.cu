@@ -70,7 +70,8 @@ __global__ void gemv_unrolled(const T* w, const T* x, T* y, int rows, int cols) 
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int k = k0 + i * 32 * N;
-            if (k < cols) sum = dot(packs[i], load_pack(x + k), sum);
+            const Pack<T> xs = k < cols ? load_pack(x + k) : zero_pack<T>();
+            sum = dot(packs[i], xs, sum);
         }
     }
     sum = warp_sum(sum);
@@ -102,8 +103,7 @@ __global__ void gemv_rows(const T* w, const T* x, T* y, int rows, int cols) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int k = k0 + i * 32 * N;
-            if (k >= cols) break;
-            const Pack<T> xs = load_pack(x + k);
+            const Pack<T> xs = k < cols ? load_pack(x + k) : zero_pack<T>();
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) sum[r] = dot(packs[r][i], xs, sum[r]);
         }
@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(128) gemv(const T* __restrict__ w, const T* __
 #pragma unroll
             for (int i = 0; i < LOADS; ++i) {
                 const int k = k0 + i * LANES * N;
-                if (k < cols) sum = dot(packs[i], load_pack(x + k), sum);
+                const Pack<T> xs = k < cols ? load_pack(x + k) : zero_pack<T>();
+                sum = dot(packs[i], xs, sum);
             }
         }
     }
