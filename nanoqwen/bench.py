@@ -32,7 +32,13 @@ REFERENCE_SOURCES = (
 
 
 def record_machine(folder: Path = FOLDER) -> Record:
-    """Measure and save the record `machine`: what this GPU (or CPU) reads, copies and computes in a second."""
+    """Measure and save the record `machine`: what this GPU reads, copies and computes in a second.
+
+    Raises:
+        RuntimeError: no CUDA GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("the record 'machine' is of a GPU, and there is no CUDA device here")
     device = hardware.default_device()
     machine = hardware.machine(device)
     probes = [hardware.read_probe(device), hardware.copy_probe(device), hardware.matmul_probe(device)]
