@@ -78,8 +78,8 @@ UNEQUAL_LOADS = {("gemv_vectorized", 1792)}
 WHY_UNEQUAL = """\
 **Where they differ, and why.** The count of `gemv_vectorized` at 896 columns of 16 bits: the GPU's compiler unrolls its
 loop by four and puts a loop for the rest in front. Of a row's 112 packs half of the lanes have four and half have
-three, so the two halves of a warp go different ways, in 4 + 3 steps instead of 4, with two loads each: 14 requests a row
-instead of 8. The sectors, and so the bytes, are the same. The later steps of the ladder unroll by hand and do not
+three, so the two halves of a warp go different ways, in 4 + 3 steps instead of 4, with two loads each: 14 requests a
+row instead of 8. The sectors, and so the bytes, are the same. The later steps of the ladder unroll by hand and do not
 diverge. In shared memory `gemv` adds up the `partial[]` sums of a row, neighbours in memory: the GPU's compiler reads
 them in one wide load, the CPU's one by one.
 """
