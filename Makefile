@@ -24,7 +24,7 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanoqwen needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Another one: make PYTHON=python3.12 ...")'
 	@echo "set-up: installing nanoqwen and what it needs into .venv (some minutes, once)"
 	@test -x $(VENV) || $(PYTHON) -m venv .venv
-	@extra=$$($(VENV) -m nanoqwen.doctor --cupy-extra) && $(VENV) -m pip install -q --disable-pip-version-check \
+	@extra=$$($(VENV) -m nanoqwen.doctor --cupy-extra) && $(VENV) -m pip install -qq --disable-pip-version-check \
 		-c constraints.txt -e ".[test,lab$${extra:+,$$extra}]"
 	@touch .venv/ready
 
