@@ -116,6 +116,37 @@ def record_reference(folder: Path = FOLDER) -> Record:
     return record
 
 
+def record_cpu(folder: Path = FOLDER) -> Record:
+    """Measure and save the record `cpu`: the real 0.5B on this machine's CPU, alone and beside `transformers`.
+
+    Raises:
+        FileNotFoundError: the 0.5B has not been fetched.
+        RuntimeError: transformers is not installed.
+    """
+    name, device, dtype = "qwen2.5-coder-0.5b", torch.device("cpu"), torch.bfloat16
+    model = models.load(name, dtype, device)[0]
+    timing = decode(model, _random_prompt(model, 128), 65, first_tokens=4)
+    print(f"{hardware.machine(device)}\n{timing}", flush=True)
+    rival = _against_transformers(model, name, dtype, device)
+    if rival is None:
+        raise RuntimeError('the record compares with transformers; add it with: pip install "nanoqwen[test]"')
+    results = {
+        "model": name,
+        "weights": "real",
+        "dtype": "bfloat16",
+        "threads": torch.get_num_threads(),
+        "ttft_prompt_128": timing.ttft.to_dict(),
+        "decode": _run("eager", 128, timing),
+        "against_transformers": rival,
+    }
+    protocol = (
+        "bf16, batch 1, greedy, random prompt tokens, one process on an otherwise idle machine. Wall clock from token "
+        "to token, a run of 16 tokens discarded first. Against transformers: both in turn, A B A B, a round discarded, "
+        "each round's median gap; the ratio is taken round by round."
+    )
+    return _saved(records.make("cpu", results, protocol, REFERENCE_SOURCES[:-1], device), folder)
+
+
 def _model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Qwen2, str]:
     """The model with its real weights where it is the 0.5B and has been fetched, else of its shape, and which."""
     if name == "qwen2.5-coder-0.5b":
@@ -297,6 +328,7 @@ def bench_reference(
 RECORDS: dict[str, Callable[[], object]] = {
     "machine": record_machine,
     "reference": record_reference,
+    "cpu": record_cpu,
     "gemv": record_gemv,
     "counters": record_counters,
 }
