@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from nanoqwen import simt
+from nanoqwen.kernel_magic import NotCompiled
 from nanoqwen.listing import display, escape, is_numeric, short
 from nanoqwen.simt_report import Report
 
 
-class NotRight(AssertionError):
-    """A check that failed. A notebook shows its message alone, without a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"✗ {self}"]
+class NotRight(simt.Told, AssertionError):
+    """A check that failed."""
 
 
 def check(
@@ -45,11 +43,10 @@ def check(
     if callable(got) and not isinstance(got, torch.Tensor):
         try:
             got = got()
-        except NotImplementedError:
-            got = None
+        except NotImplementedError as error:
+            return _not_yet(name, error)
     if got is None or got is Ellipsis or got is NotImplemented:
-        display(f"<p>○ <b>{escape(name)}</b>: not yet</p>", f"○ {name}: not yet")
-        return False
+        return _not_yet(name)
     if not is_numeric(want):
         if type(got) is not type(want) or got != want:
             raise NotRight(f"{name}: got {short(got)}, want {short(want)}")
@@ -58,6 +55,13 @@ def check(
         detail = _compare(name, got, want, inputs, rtol)
     display(f"<p>✓ <b>{escape(name)}</b>: {escape(detail)}</p>", f"✓ {name}: {detail}")
     return True
+
+
+def _not_yet(name: str, reason: object = None) -> bool:
+    # What a stub says when it is called tells the reader nothing; a cell that did not compile does.
+    words = f": {reason}" if isinstance(reason, NotCompiled) else ""
+    display(f"<p>○ <b>{escape(name)}</b>: not yet{escape(words)}</p>", f"○ {name}: not yet{words}")
+    return False
 
 
 def _compare(name: str, got: object, want: object, inputs: Sequence[object], rtol: float | None) -> str:
@@ -162,9 +166,8 @@ def check_kernel(
             return False
         for shape in shapes:
             result(shape, device, observe=False)
-    except NotImplementedError:
-        display(f"<p>○ <b>{escape(name)}</b>: not yet</p>", f"○ {name}: not yet")
-        return False
+    except NotImplementedError as error:
+        return _not_yet(name, error)
     _tell_counts(name, report, shapes, device)
     return True
 

@@ -12,12 +12,13 @@ the GPU, CPU tensors on the SIMT machine; `simt.observe(scale[grid, block], x, y
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from nanoqwen import simt
-from nanoqwen.kernels.launch import Program
+from nanoqwen.kernels.launch import INCLUDE, Program
 
 _SCALARS = {
     **dict.fromkeys(("int", "int32_t", "signed", "signed int"), "i"),
@@ -49,11 +50,30 @@ _POINTEES = {
 }
 
 
-class KernelError(Exception):
-    """A cell's kernel that cannot be made. A notebook shows its message alone, without a traceback."""
+# Headers of C and C++. A GPU's compiler in a notebook has none of them, though a CPU's has.
+_STANDARD_HEADER = re.compile(
+    r"^[ \t]*#[ \t]*include[ \t]*[<\"](?P<header>[a-z_]+|(?:assert|complex|ctype|errno|fenv|float|inttypes|iso646|"
+    r"limits|locale|math|setjmp|signal|stdalign|stdarg|stdatomic|stdbool|stddef|stdint|stdio|stdlib|string|tgmath|"
+    r"threads|time|uchar|wchar|wctype)\.h)[>\"]",
+    re.M,
+)
+_BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
 
-    def _render_traceback_(self) -> list[str]:
-        return [f"✗ {self}"]
+
+class KernelError(simt.Told, Exception):
+    """A cell's kernel that cannot be made."""
+
+
+class NotCompiled(KernelError, NotImplementedError):
+    """A kernel is used whose cell did not compile."""
+
+
+class WrongType(simt.Told, TypeError):
+    """A call's shape, or one of its arguments, is of a type that the kernel does not take, or their number is."""
+
+
+class WrongValue(simt.Told, ValueError):
+    """A call's shape, or one of its arguments, has a value that the kernel cannot take."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +89,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel as its source declares it; `template` holds the names of its template parameters."""
+    """A kernel as its source declares it.
+
+    `template` holds the names of its template parameters; `closed` says whether its braces match.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
     template: tuple[str, ...]
     body: str
+    closed: bool = True
 
 
 def signatures(text: str) -> list[Signature]:
@@ -84,24 +108,35 @@ def signatures(text: str) -> list[Signature]:
         KernelError: a parameter of a type that a cell's kernel cannot take; the message names it and what to write.
     """
     plain = _without_comments(text)
+    braces = _without_strings(plain)
     found = []
     head = re.compile(
         r"(?:template\s*<(?P<template>[^{};]*?)>\s*)?(?:extern\s*\"C\"\s*)?(?:static\s+)?__global__\s+"
-        r"(?:__launch_bounds__\s*\([^)]*\)\s*)?void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?"
+        rf"{_BOUNDS}void\s+{_BOUNDS}"
         r"(?P<name>\w+)\s*\((?P<params>[^{};]*)\)\s*\{",
         re.S,
     )
     for match in head.finditer(plain):
         template = tuple(part.split("=")[0].split()[-1] for part in _split(match["template"] or ""))
-        body = text[match.end() : _closing(plain, match.end())]
+        end = _closing(braces, match.end())
         parameters = tuple(_parameter(match["name"], part, template) for part in _split(match["params"]))
-        found.append(Signature(match["name"], parameters, template, body))
+        found.append(Signature(match["name"], parameters, template, text[match.end() : end], end < len(text)))
     return found
+
+
+def names(text: str) -> list[str]:
+    """What a cell calls its kernels, even where they cannot be parsed."""
+    return re.findall(rf"__global__\s+{_BOUNDS}\w+\s+{_BOUNDS}(\w+)", _without_comments(text))
 
 
 def _without_comments(text: str) -> str:
     """The source with comments blanked, every character still at its place."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S)
+
+
+def _without_strings(text: str) -> str:
+    """The source with what is quoted blanked, every other character still at its place: a '{' in it is no brace."""
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', lambda m: " " * len(m[0]), text)
 
 
 def _closing(text: str, start: int) -> int:
@@ -171,11 +206,11 @@ class CudaKernel:
 
     def __getitem__(self, shape: object) -> Callable[..., None]:
         if not isinstance(shape, tuple) or len(shape) not in (2, 3):
-            raise TypeError(f"{self.__name__}[…] takes grid and block, and shared bytes if any, got {shape!r}")
+            raise WrongType(f"{self.__name__}[…] takes grid and block, and shared bytes if any, got {shape!r}")
         return lambda *args: self.launch(shape[0], shape[1], args, *shape[2:])
 
     def __call__(self, *args: object) -> None:
-        raise TypeError(f"say how many blocks, and threads a block: {self.__name__}[grid, block](…)")
+        raise WrongType(f"say how many blocks, and threads a block: {self.__name__}[grid, block](…)")
 
     def launch(
         self, grid: object, block: object, args: Sequence, shared_bytes: int = 0, outputs: Sequence[int | str] = ()
@@ -200,12 +235,16 @@ class CudaKernel:
             self.program.launch(self.instance, device, grid, block, args, shared_bytes=shared_bytes, outputs=outputs)
         except simt.CompileError as error:
             raise KernelError(str(error)) from None
+        except TypeError as error:
+            raise WrongType(str(error)) from None
+        except ValueError as error:
+            raise WrongValue(str(error)) from None
 
     def _check(self, args: Sequence) -> torch.device:
         parameters = self.signature.parameters
         if len(args) != len(parameters):
             names = ", ".join(p.name for p in parameters)
-            raise TypeError(f"{self.__name__} takes {len(parameters)} arguments ({names}), got {len(args)}")
+            raise WrongType(f"{self.__name__} takes {len(parameters)} arguments ({names}), got {len(args)}")
         device = None
         for parameter, value in zip(parameters, args, strict=True):
             label = f"{self.__name__}: {parameter.name}"
@@ -215,27 +254,43 @@ class CudaKernel:
                     device = value.device
             elif parameter.letter == "f":
                 if isinstance(value, bool) or not isinstance(value, int | float):
-                    raise TypeError(f"{label} must be a number, got {type(value).__name__}")
+                    raise WrongType(f"{label} must be a number, got {type(value).__name__}")
             else:
                 low, high = _RANGES[parameter.letter]
                 if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"{label} must be {_WORDS[parameter.letter]}, got {type(value).__name__} {value!r}")
+                    raise WrongType(f"{label} must be {_WORDS[parameter.letter]}, got {type(value).__name__} {value!r}")
                 if not low <= value <= high:
-                    raise ValueError(f"{label} is {value}; {_WORDS[parameter.letter]} holds {low} to {high}")
+                    raise WrongValue(f"{label} is {value}; {_WORDS[parameter.letter]} holds {low} to {high}")
         return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def _check_tensor(self, label: str, parameter: Parameter, value: object, device: torch.device | None) -> None:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{label} must be a tensor, got {type(value).__name__}")
+            raise WrongType(f"{label} must be a tensor, got {type(value).__name__}")
         kind = self._types.get(parameter.pointee, parameter.pointee)
         if (dtypes := _POINTEES.get(kind)) and value.dtype not in dtypes:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             have = str(value.dtype).removeprefix("torch.")
-            raise TypeError(f"{label} points to {kind}, so its tensor must be {wanted}; it is {have}")
+            raise WrongType(f"{label} points to {kind}, so its tensor must be {wanted}; it is {have}")
         if device is not None and value.device != device:
-            raise ValueError(f"{label} is on {value.device}, the tensors before it on {device}")
+            raise WrongValue(f"{label} is on {value.device}, the tensors before it on {device}")
         if not value.is_contiguous():
-            raise ValueError(f"{label} is not contiguous (strides {value.stride()}); pass .contiguous()")
+            raise WrongValue(f"{label} is not contiguous (strides {value.stride()}); pass .contiguous()")
+
+
+class UncompiledKernel(CudaKernel):
+    """Stands for a kernel until its cell compiles, so that no earlier one of its name is taken for it."""
+
+    def __init__(self, name: str):
+        self.__name__ = name
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.__name__}, whose cell did not compile>"
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise NotCompiled(f"{self.__name__}: its cell did not compile; mend that cell and run it again")
+
+    __getitem__ = __call__ = launch = _refuse
+    program = instance = signature = unsolved = property(_refuse)
 
 
 def make(text: str, wanted: str = "", first_line: int = 2) -> list[CudaKernel]:
@@ -249,8 +304,21 @@ def make(text: str, wanted: str = "", first_line: int = 2) -> list[CudaKernel]:
         KernelError: no kernel, a parameter that cannot be passed, or the compiler's words with the cell's line.
     """
     found = {signature.name: signature for signature in signatures(text)}
+    plain = _without_comments(text)
+    if not found and "__global__" in plain:
+        raise KernelError(
+            "a `__global__` is here, but not as '__global__ void name(parameters) { … }': "
+            "is a ')' missing, or is it not void?"
+        )
     if not found:
         raise KernelError("there is no kernel in this cell; it must hold '__global__ void name(parameters) { … }'")
+    if header := _STANDARD_HEADER.search(plain):
+        ours = ", ".join(sorted(path.name for path in INCLUDE.glob("*.cuh")))
+        raise KernelError(
+            f"line {first_line + plain.count(chr(10), 0, header.start('header'))} of this cell includes "
+            f"{header['header']}: a kernel includes no header of the standard library (NVRTC has none); "
+            f"csrc/include has small ones ({ours})"
+        )
     named = {}
     for instance in re.findall(r"\w+\s*(?:<[^>]*>)?", wanted):
         name = instance.partition("<")[0].strip()
@@ -275,10 +343,24 @@ def make(text: str, wanted: str = "", first_line: int = 2) -> list[CudaKernel]:
     except simt.CompilerNotFound as error:
         raise KernelError(str(error)) from None
     except simt.CompileError as error:
-        where = f" (line {error.line} of this cell)" if error.line and error.file == program.filename else ""
-        first, *rest = str(error).splitlines()
-        raise KernelError("\n".join([first + where, *rest])) from None
+        raise KernelError(_in_the_cells_words(error, program.filename, text, list(found.values()))) from None
     return [CudaKernel(program, named[name], signature) for name, signature in found.items()]
+
+
+def _in_the_cells_words(error: simt.CompileError, filename: str, text: str, found: Sequence[Signature]) -> str:
+    # A brace that is never closed is noticed by compilers much later, in files that the reader does not know.
+    for signature in found:
+        if not signature.closed:
+            return f"{signature.name}: a '{{' of this kernel is never closed"
+    braces = _without_strings(_without_comments(text))
+    if error.file != filename and braces.count("{") > braces.count("}"):
+        return f"{filename}: a '{{' of this cell is never closed"
+    first, *rest = str(error).splitlines()
+    if error.line and error.file == filename:
+        # What is missing at the end of a line is missed at the start of the next.
+        before = ", or the end of the line before" if re.search(r"expected (?:an? )?.{0,8}[‘'\"];", first) else ""
+        first += f" (line {error.line} of this cell{before})"
+    return "\n".join([first, *rest])
 
 
 def register(shell) -> None:
@@ -287,9 +369,11 @@ def register(shell) -> None:
     def kernel(line: str, cell: str) -> None:
         """Compile the CUDA C++ of this cell; each of its kernels can then be called by its name."""
         machine = "GPU" if torch.cuda.is_available() else "SIMT machine"
+        for name in names(cell):
+            shell.user_ns[name] = UncompiledKernel(name)
         for made in make(cell, line):
             shell.user_ns[made.__name__] = made
-            names = ", ".join(p.name for p in made.signature.parameters)
-            print(f"{made.instance} compiled for the {machine}; call it as {made.__name__}[grid, block]({names})")
+            given = ", ".join(p.name for p in made.signature.parameters)
+            print(f"{made.instance} compiled for the {machine}; call it as {made.__name__}[grid, block]({given})")
 
     shell.register_magic_function(kernel, magic_kind="cell", magic_name="kernel")

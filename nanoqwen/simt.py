@@ -48,6 +48,7 @@ __all__ = [
     "Line",
     "Module",
     "Report",
+    "Told",
     "Totals",
     "compile",
     "compiler",
@@ -60,6 +61,17 @@ SHARED_LIMIT = 227 * 1024  # bytes of shared memory that one block may have on a
 THREADS_LIMIT = 1024
 GRID_LIMIT = (2**31 - 1, 65535, 65535)
 BLOCK_LIMIT = (1024, 1024, 64)
+
+
+class Told:
+    """Mixed into an error that is the reader's to mend: a notebook shows its message alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"✗ {self}"]
+
+
+class NothingToObserve(Told, TypeError):
+    """`observe` was given something that is no function; mostly the answer of a call that has already been made."""
 
 
 class CompileError(RuntimeError):
@@ -997,8 +1009,14 @@ def observe(function: Callable | Kernel, *args: Any, **kwargs: Any) -> Report:
     `observe(kernels.gemv_naive, w, x)` or `observe(module["k"].launch, grid, block, args)`. What the function
     returns is `report.result`. A kernel that could not go on ends the call; then `report.stopped` is true and
     the findings say why.
+
+    Raises:
+        TypeError: `function` cannot be called: it has been already.
     """
     call = function.launch if isinstance(function, Kernel) else function
+    if not callable(call):
+        words = "observe takes the function and its arguments apart: simt.observe(k[grid, block], w, …)"
+        raise NothingToObserve(f"{words}; got {type(function).__name__}")
     with observing() as report:
         try:
             report.result = call(*args, **kwargs)
