@@ -108,6 +108,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 # A kernel is judged on shapes that its author did not choose: one row, rows and columns that no block divides.
 SHAPES = ((1, 256), (7, 200), (129, 896))
 OBSERVED = (33, 512)
+COALESCED = 0.8  # of the bytes that its loads move, a coalesced kernel has asked for so many
 
 
 def check_kernel(
@@ -119,11 +120,12 @@ def check_kernel(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     observed: tuple[int, int] = OBSERVED,
     dtype: torch.dtype = torch.float32,
+    coalesced: bool = True,
 ) -> bool:
     """Judge a kernel: first observed on the SIMT machine, then on every shape on the machine at hand.
 
-    By default the kernel is a GEMV, and `run(w, x, y)` writes y = W x. An exercise that is not solved yet (a stub, or
-    a kernel in which an observer finds a fault) is told so, with the fault, and returns False.
+    By default the kernel is a GEMV, and `run(w, x, y)` writes y = W x. An exercise that is not solved yet (a stub, a
+    kernel in which an observer finds a fault, or a right one that reads sideways) is told so, and returns False.
 
     Args:
         name: what is checked, in the reader's words.
@@ -132,6 +134,7 @@ def check_kernel(
         inputs: makes the inputs for a shape (rows, cols); None: normal w and x.
         shapes: those to be right on. observed: the one that is counted.
         dtype: of the inputs and the output.
+        coalesced: wanted too, at least 80 % of the bytes loaded; False: how the kernel reads is only told.
 
     Raises:
         NotRight: a result is wrong: NaN or never written, zeros, a copy of an input, an index, or too far off.
@@ -168,8 +171,7 @@ def check_kernel(
             result(shape, device, observe=False)
     except NotImplementedError as error:
         return _not_yet(name, error)
-    _tell_counts(name, report, shapes, device)
-    return True
+    return _tell_counts(name, report, shapes, device, coalesced)
 
 
 def _plausible(what: str, out: Tensor, given: Sequence[Tensor]) -> None:
@@ -202,19 +204,24 @@ def _tell_finding(name: str, report: Report) -> None:
     )
 
 
-def _tell_counts(name: str, report: Report, shapes: Sequence, device: torch.device) -> None:
+def _tell_counts(name: str, report: Report, shapes: Sequence, device: torch.device, coalesced: bool) -> bool:
+    """The verdict on a right kernel, with its counts; whether it is solved."""
     totals = report.totals
     where = "on the GPU" if device.type == "cuda" else "on the SIMT machine"
     loads = [line for line in report.lines if line.space == "global" and line.how == "load"]
-    needed, moved = (sum(values) for values in zip(*((e.bytes_needed, 32 * e.sectors) for e in loads), strict=True))
-    share = needed / moved
-    words = f"coalesced: {share:.0%}" if share >= 0.8 else f"not coalesced: only {share:.0%}"
+    needed, moved = sum(e.bytes_needed for e in loads), sum(32 * e.sectors for e in loads)
+    share = needed / moved if moved else 1.0
+    words = f"coalesced: {share:.0%}" if share >= COALESCED else f"not coalesced: only {share:.0%}"
     counts = (
         f"{totals.global_load_requests:,} load requests, {totals.global_load_sectors:,} sectors, "
         f"{totals.sectors_per_load:.1f} a request; {words} of the bytes loaded were asked for"
     )
     right = f"right on {len(shapes)} shapes {where}, no findings"
+    mark, solved = "✓", True
+    if coalesced and share < COALESCED:
+        mark, solved, right = "○", False, f"right, but not coalesced yet: {right}"
     display(
-        f"<p>✓ <b>{escape(name)}</b>: {right}<br>simulated: {escape(counts)}</p>",
-        f"✓ {name}: {right}\nsimulated: {counts}",
+        f"<p>{mark} <b>{escape(name)}</b>: {right}<br>simulated: {escape(counts)}</p>",
+        f"{mark} {name}: {right}\nsimulated: {counts}",
     )
+    return solved

@@ -15,7 +15,7 @@ from nanoqwen.paths import CSRC, NOTEBOOKS
 HEAD = "__global__ void gemv(const float* w, const float* x, float* y, int rows, int cols) "
 
 
-def judged(body, block=128, threads_a_row=1):
+def judged(body, block=128, threads_a_row=1, **options):
     """Judge a GEMV with this body, a thread (or a warp) a row."""
     (kernel,) = make(f'#include "warp.cuh"\n{HEAD}{{\n{body}\n}}')
 
@@ -23,7 +23,7 @@ def judged(body, block=128, threads_a_row=1):
         rows, cols = w.shape
         kernel[-(-rows * threads_a_row // block), block](w, x, y, rows, cols)
 
-    return lesson.check_kernel("my GEMV", run)
+    return lesson.check_kernel("my GEMV", run, **options)
 
 
 ROW = "int row = blockIdx.x * blockDim.x + threadIdx.x;\nif (row >= rows) return;\n"
@@ -44,9 +44,24 @@ def test_a_right_kernel_passes_and_is_told_its_counts(capsys):
     assert f"simulated: {requests:,} load requests, {sectors:,} sectors, 4.0 a request; coalesced: 100%" in out
 
 
-def test_a_right_kernel_that_reads_sideways_is_told_that_it_is_not_coalesced(capsys):
-    assert judged(ROW + SUM + "y[row] = sum;")
-    assert "not coalesced: only 12%" in capsys.readouterr().out
+def test_a_right_kernel_that_reads_sideways_is_not_there_yet(capsys):
+    assert judged(ROW + SUM + "y[row] = sum;") is False
+    out = capsys.readouterr().out
+    assert out.startswith("○ my GEMV: right, but not coalesced yet: right on 3 shapes") and "✓" not in out
+    assert "not coalesced: only 12%" in out
+
+
+def test_where_coalescing_is_not_asked_for_it_is_only_told(capsys):
+    assert judged(ROW + SUM + "y[row] = sum;", coalesced=False) is True
+    out = capsys.readouterr().out
+    assert out.startswith("✓ my GEMV: right on 3 shapes") and "not coalesced: only 12%" in out
+
+
+def test_a_kernel_that_loads_nothing_is_judged_too(capsys):
+    (kernel,) = make("__global__ void fill(float* y, int n) { if (threadIdx.x < n) y[threadIdx.x] = 7; }")
+    sevens = {"inputs": lambda rows, cols: [], "wanted": lambda: torch.full((9,), 7.0)}
+    assert lesson.check_kernel("fill", lambda y: kernel[1, 32](y, len(y)), shapes=((1, 1),), **sevens)
+    assert "0 load requests" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -196,3 +211,11 @@ def test_the_coalesced_exercise_is_not_yet_until_its_solution_is_in(capsys):
     assert exercise(notebook, start) is False
     assert exercise(notebook, '#include "warp.cuh"\n' + solution(notebook)) is True
     assert "4.0 a request; coalesced" in capsys.readouterr().out
+
+
+def test_a_naive_kernel_does_not_solve_the_coalesced_exercise(capsys):
+    head = HEAD.replace("gemv", "my_gemv")
+    lane = "int lane = threadIdx.x % 32, row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;\n"
+    naive = f"{head}{{\n{lane}if (row >= rows || lane) return;\n{SUM}y[row] = sum;\n}}"
+    assert exercise("03_coalesced_gemv.ipynb", naive) is False
+    assert capsys.readouterr().out.startswith("○ my coalesced GEMV: right, but not coalesced yet")
