@@ -80,8 +80,13 @@ WHY_UNEQUAL = """\
 loop by four and puts a loop for the rest in front. Of a row's 112 packs half of the lanes have four and half have
 three, so the two halves of a warp go different ways, in 4 + 3 steps instead of 4, with two loads each: 14 requests a
 row instead of 8. The sectors, and so the bytes, are the same. The later steps of the ladder unroll by hand and do not
-diverge. In shared memory `gemv` adds up the `partial[]` sums of a row, neighbours in memory: the GPU's compiler reads
-them in one wide load, the CPU's one by one.
+diverge.
+
+In shared memory `gemv` leaves a partial sum for each warp of a row, and all of the row's threads add them up. The GPU's
+compiler puts these additions behind the condition of the last line: only the warp that writes `y` still reads, all sums
+in one wide load. The CPU's compiler leaves them, or all but the last, where they stand: every warp reads, a sum at a
+time. Of a row that four warps share (float32, 896 x 896) that makes 4 stores + 1 read = 5 wavefronts on the GPU, and
+4 + 16 = 20 here; of one that two share (bfloat16), 2 + 1 and 2 + 3.
 """
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nanoqwen import cli, counters, records
 from nanoqwen.counters import CASES, GLOBAL, METRICS, Case, NoCounters, base_name, match, parse, simulate
-from nanoqwen.readme import UNEQUAL_LOADS
+from nanoqwen.readme import UNEQUAL_LOADS, WHY_UNEQUAL
 
 gemv = importlib.import_module("nanoqwen.kernels.gemv")  # the module, not the function of that name
 
@@ -80,6 +80,20 @@ def test_the_unequal_loads_are_those_of_a_loop_unrolled_by_four():
         rest, unrolled = {n % 4 for n in steps} - {0}, {n - n % 4 for n in steps} - {0}
         assert case["simulated"]["load_requests"] == case["rows"] * 2 * max(steps)
         assert case["hardware"]["load_requests"] == case["rows"] * 2 * (sum(rest) + sum(unrolled))
+
+
+@recorded
+def test_shared_memory_is_read_as_the_page_says():
+    # Stores and reads of a row: by the page's words, of four warps and of two.
+    for dtype, theirs, ours in (("float32", (4, 1), (4, 16)), ("bfloat16", (2, 1), (2, 3))):
+        (case,) = (
+            c for c in RECORDED_CASES if (c["kernel"], c["dtype"], c["rows"], c["cols"]) == ("gemv", dtype, 896, 896)
+        )
+        for machine, counts in (("hardware", theirs), ("simulated", ours)):
+            seen = [case[machine][f"shared_{how}_wavefronts"] / 896 for how in ("store", "load")]
+            assert tuple(seen) == counts
+    assert "4 stores + 1 read = 5 wavefronts on the GPU, and\n4 + 16 = 20 here" in WHY_UNEQUAL
+    assert "2 + 1 and 2 + 3" in WHY_UNEQUAL
 
 
 def test_hand_counted_launches_come_out():

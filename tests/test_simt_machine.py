@@ -305,6 +305,18 @@ def test_an_mbarrier_that_is_told_too_few_bytes_is_a_deadlock_with_the_numbers(w
     )
 
 
+def test_volatile_silences_racecheck_and_not_initcheck(tmp_path):
+    text = """__global__ void k(const float* x, float* y, int* n) {{
+        __shared__ {} float s[64];
+        s[threadIdx.x] = x[threadIdx.x];
+        y[threadIdx.x] = s[63 - threadIdx.x];
+    }}"""
+    for word, kinds in (("", {"racecheck", "initcheck"}), ("volatile", {"initcheck"})):
+        module = simt.compile(text.format(word), ["k"])
+        report = simt.observe(module["k"].launch, 1, 64, (torch.rand(64), torch.zeros(64), None))
+        assert {finding.kind for finding in report.findings} == kinds
+
+
 def test_named_barriers_order_memory(words):
     out = torch.full((64,), float("nan"))
     both(words["handover"], 1, 128, (out,))
