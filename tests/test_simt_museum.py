@@ -78,6 +78,12 @@ def test_every_file_of_the_museum_is_tested_and_explained():
         assert f"| {observer} |" in row
 
 
+def test_the_example_of_the_page_prints_what_is_found(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (MUSEUM / "README.md").read_text(), re.S)
+    exec(example, {})
+    assert f"[synccheck] barrier_in_branch.cu:{marked(MUSEUM / 'barrier_in_branch.cu')[1]}:" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_the_broken_kernel_is_caught_at_its_line(modules, name):
     observer, line = marked(MUSEUM / f"{name}.cu")
