@@ -9,6 +9,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from nanoqwen.kernels import launch
 from nanoqwen.notebooks import all_notebooks, with_syllabus
 from nanoqwen.paths import REPO
 
@@ -91,6 +92,28 @@ def test_links_and_commands_exist(text):
     assert set(re.findall(r"\bnanoqwen ([a-z]+)\b(?! is)", " ".join(re.findall(r"`(nanoqwen [^`]+)`", text)))) <= set(
         commands
     )
+
+
+def test_the_simt_page_explains_its_words_and_limits_before_the_long_table():
+    page = (REPO / "csrc" / "simt" / "README.md").read_text(encoding="utf-8")
+    before = page.partition("<!-- parity:")[0]
+    assert all(f"*{word}*" in before for word in ("fiber", "wavefronts", "mbarrier", "bulk copy"))
+    assert "## What it does not do" in before
+
+
+def test_every_solution_is_run_by_a_test_that_the_page_names():
+    for path in (REPO / "notebooks" / "solutions").glob("*.*"):
+        if path.suffix == ".py":
+            tests, used_as = "tests/test_solutions.py", f'solution("{path.stem}")'
+        else:  # a test runs it in its notebook, which says where it is
+            tests = "tests/test_kernel_lessons.py"
+            shown = f'lesson.solution(\\"{path.name}\\")'
+            (used_as,) = (lesson.name for lesson in all_notebooks() if shown in lesson.read_text("utf-8"))
+        assert f"`{tests}`" in CONTRIBUTING and used_as in (REPO / tests).read_text("utf-8")
+
+
+def test_sources_are_looked_at_as_often_as_said():
+    assert "twice a second\nat most" in CONTRIBUTING and launch._LOOK_AGAIN_S == 0.5
 
 
 def test_the_package_says_its_version_once():
