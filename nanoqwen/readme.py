@@ -69,7 +69,13 @@ def ladder_section(record: Record) -> str:
             f"| `{name}` | {CHANGES[rung.kernel]} | {1e6 * rung.seconds:,.1f} | {rung.rate / 1e9:,.0f} "
             f"| {100 * rung.of_probe:.1f} | {100 * rung.of_torch:.0f} |"
         )
-    lines += ["", f"![The ladder as a share of the read probe]({FIGURE.relative_to(REPO).as_posix()})", ""]
+    lines += [
+        "",
+        "Such a large matrix needs the last step least; [lesson 03](notebooks/03_coalesced_gemv.ipynb) has the others.",
+        "",
+        f"![The ladder as a share of the read probe]({FIGURE.relative_to(REPO).as_posix()})",
+        "",
+    ]
     return "\n".join(lines) + "\n"
 
 
