@@ -1,0 +1,196 @@
+"""INT4 in memory: eight values a 32-bit word, in an order that a kernel is compiled for.
+
+A value −8…7 is a two's-complement nibble. Which value lies in which nibble is the *layout*; words of one layout mean
+nothing to a kernel of another, so a layout has a number, which files and kernels carry. The numbers that device code
+shares with Python stand here, and nowhere else; `python -m nanoqwen.packing` writes their header,
+`csrc/include/format.cuh`.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoqwen.paths import CSRC
+
+GROUP_SIZE = 128
+"""Neighbours of one row that share a scale, unless said otherwise."""
+GROUP_SIZES = (32, 64, 128, 256)
+ALIGNMENT = 128
+"""Bytes: a line of the L2 cache. Each payload of a file starts at a multiple of it."""
+PAGE_SIZE = 16
+"""Tokens of one page of the KV cache."""
+SEQUENTIAL = 0
+VALUE_SHUFFLE = 1
+
+HEADER = CSRC / "include" / "format.cuh"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An order of the values of a matrix in 32-bit words. It repeats from tile to tile, row-major.
+
+    Attributes:
+        id: what files and kernels carry.
+        tile: rows and columns that one turn of the order covers.
+        order: for each nibble of a tile, from the lowest of its first word on, the value that lies there: row within
+            the tile × columns of the tile + column.
+        why: what the order is good for.
+
+    Raises:
+        ValueError: `order` does not name each value of the tile once.
+    """
+
+    id: int
+    name: str
+    tile: tuple[int, int]
+    order: tuple[int, ...]
+    why: str
+
+    def __post_init__(self):
+        rows, cols = self.tile
+        if cols % 8 or sorted(self.order) != list(range(rows * cols)):
+            raise ValueError(f"layout {self.name}: the order must name each value of a tile {self.tile} once, in words")
+
+    def picture(self) -> str:
+        """The first word as text, the highest bits on the left: bits above, values below."""
+        rows = self.tile[0]
+        names = [f"w{i % self.tile[1]}" if rows == 1 else divmod(i, self.tile[1]) for i in self.order[:8]]
+        names = [name if isinstance(name, str) else f"w{name[0]},{name[1]}" for name in names]
+        cells = [(f"{4 * i + 3}–{4 * i}", names[i]) for i in reversed(range(8))]
+        width = max(len(text) for cell in cells for text in cell)
+        bits, values = (" │ ".join(text.center(width) for text in line) for line in zip(*cells, strict=True))
+        return f"bits   │ {bits} │\nvalues │ {values} │"
+
+
+LAYOUTS: dict[int, Layout] = {
+    layout.id: layout
+    for layout in (
+        Layout(SEQUENTIAL, "sequential", (1, 8), (0, 1, 2, 3, 4, 5, 6, 7), "the order a reader expects"),
+        # Masking a word with 0x000f000f leaves values 0 and 1 in the two halves, the pair that half2 arithmetic wants;
+        # shifted by 4, 8 and 12 bits the same mask gives 2 and 3, 4 and 5, 6 and 7.
+        Layout(
+            VALUE_SHUFFLE,
+            "ValueShuffle",
+            (1, 8),
+            (0, 2, 4, 6, 1, 3, 5, 7),
+            "one mask leaves two neighbours in the two halves of a register",
+        ),
+    )
+}
+"""Every layout, by its id."""
+
+
+def layout_of(id: int) -> Layout:
+    """The layout with this id.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if id not in LAYOUTS:
+        known = ", ".join(f"{layout.id} ({layout.name})" for layout in LAYOUTS.values())
+        raise ValueError(f"layout id is {id!r}; nanoqwen knows {known}")
+    return LAYOUTS[id]
+
+
+def pack(values: Tensor, layout: int = VALUE_SHUFFLE) -> Tensor:
+    """int8 values −8…7 (rows, cols) → int32 words (rows, cols / 8).
+
+    Where a layout's tile is more than one row high, rows of zeros fill the last tile, and the words have as many rows.
+
+    Raises:
+        TypeError: not int8.
+        ValueError: not a matrix, columns that do not fill the layout's tiles, a value outside −8…7, an unknown layout.
+    """
+    form = layout_of(layout)
+    tall, wide = form.tile
+    if values.dtype != torch.int8:
+        raise TypeError(f"values are {values.dtype}; they must be torch.int8")
+    if values.dim() != 2 or not values.numel():
+        raise ValueError(f"values have shape {tuple(values.shape)}; they must be a matrix (rows, cols)")
+    rows, cols = values.shape
+    _check_cols(cols, form)
+    low, high = values.aminmax()
+    if low < -8 or high > 7:
+        raise ValueError(f"values span {low.item()}…{high.item()}; four bits hold −8…7")
+    if pad := -rows % tall:
+        values = torch.cat((values, values.new_zeros(pad, cols)))
+    tiles = values.unflatten(0, (-1, tall)).unflatten(2, (-1, wide)).transpose(1, 2).flatten(2)  # (R, C, tall · wide)
+    nibbles = tiles.index_select(2, _order(layout, values.device)).unflatten(2, (-1, 8))
+    words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32, device=values.device)
+    for i in range(8):
+        words |= (nibbles[..., i].int() & 15) << 4 * i
+    return words.reshape(rows + pad, cols // 8)
+
+
+def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) -> Tensor:
+    """int32 words (rows, cols / 8) → int8 values (rows, cols); `rows` leaves out those that only fill the last tile.
+
+    Raises:
+        TypeError: not int32.
+        ValueError: not a matrix, rows or columns that do not fill the layout's tiles, an unknown layout.
+    """
+    form = layout_of(layout)
+    tall, wide = form.tile
+    if words.dtype != torch.int32:
+        raise TypeError(f"words are {words.dtype}; they must be torch.int32")
+    if words.dim() != 2 or not words.numel():
+        raise ValueError(f"words have shape {tuple(words.shape)}; they must be a matrix (rows, cols / 8)")
+    have, cols = words.shape[0], 8 * words.shape[1]
+    _check_cols(cols, form)
+    rows = have if rows is None else rows
+    if have % tall or not have - tall < rows <= have:
+        raise ValueError(f"words have {have} rows for {rows}; layout {form.name} packs {tall} at a time")
+    # Up to the top, then down again: the shift to the right brings the sign along.
+    nibbles = torch.stack([(words << 28 - 4 * i) >> 28 for i in range(8)], dim=-1).to(torch.int8)
+    tiles = nibbles.reshape(have // tall, cols // wide, tall * wide)
+    values = tiles.index_select(2, _order(layout, words.device).argsort())
+    return values.unflatten(2, (tall, wide)).transpose(1, 2).reshape(have, cols)[:rows]
+
+
+def convert(words: Tensor, source: int, target: int, rows: int | None = None) -> Tensor:
+    """The words of a matrix of `rows` rows, from one layout to another.
+
+    Raises:
+        TypeError, ValueError: as `unpack` and `pack`.
+    """
+    layout_of(target)
+    return words if source == target else pack(unpack(words, source, rows), target)
+
+
+def device_header() -> str:
+    """The text of `csrc/include/format.cuh`: the numbers above as device code sees them."""
+    sizes = " || ".join(f"n == {size}" for size in GROUP_SIZES)
+    lines = [
+        "// Numbers that device code shares with Python. Written by `python -m nanoqwen.packing`: change them there.",
+        "#pragma once",
+        "",
+        f"constexpr int GROUP_SIZE = {GROUP_SIZE};  // neighbours of a row that share a scale, unless said otherwise",
+        f"constexpr int ALIGNMENT = {ALIGNMENT};   // bytes: each payload of a file starts at a multiple of it",
+        f"constexpr int PAGE_SIZE = {PAGE_SIZE};    // tokens of one page of the KV cache",
+        "",
+        "// Layouts: which value lies in which nibble of a word.",
+        *(f"constexpr int LAYOUT_{_constant(layout.name)} = {layout.id};" for layout in LAYOUTS.values()),
+        "",
+        f"constexpr bool is_group_size(int n) {{ return {sizes}; }}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@functools.lru_cache
+def _order(layout: int, device: torch.device) -> Tensor:
+    return torch.tensor(LAYOUTS[layout].order, device=device)
+
+
+def _check_cols(cols: int, layout: Layout) -> None:
+    if cols % layout.tile[1]:
+        raise ValueError(f"there are {cols} columns; layout {layout.name} packs {layout.tile[1]} at a time")
+
+
+def _constant(name: str) -> str:
+    return "".join("_" + c if c.isupper() and i else c for i, c in enumerate(name)).upper()
+
+
+if __name__ == "__main__":
+    HEADER.write_text(device_header(), encoding="utf-8")
