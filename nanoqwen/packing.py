@@ -94,6 +94,17 @@ def layout_of(id: int) -> Layout:
     return LAYOUTS[id]
 
 
+def words_shape(rows: int, cols: int, layout: int) -> tuple[int, int]:
+    """The shape of a matrix of `rows` × `cols` values in words.
+
+    Raises:
+        ValueError: columns that do not fill the layout's tiles, an unknown layout.
+    """
+    form = layout_of(layout)
+    _check_cols(cols, form)
+    return rows + -rows % form.tile[0], cols // 8
+
+
 def pack(values: Tensor, layout: int = VALUE_SHUFFLE) -> Tensor:
     """int8 values −8…7 (rows, cols) → int32 words (rows, cols / 8).
 
@@ -110,18 +121,18 @@ def pack(values: Tensor, layout: int = VALUE_SHUFFLE) -> Tensor:
     if values.dim() != 2 or not values.numel():
         raise ValueError(f"values have shape {tuple(values.shape)}; they must be a matrix (rows, cols)")
     rows, cols = values.shape
-    _check_cols(cols, form)
+    shape = words_shape(rows, cols, layout)
     low, high = values.aminmax()
     if low < -8 or high > 7:
         raise ValueError(f"values span {low.item()}…{high.item()}; four bits hold −8…7")
-    if pad := -rows % tall:
+    if pad := shape[0] - rows:
         values = torch.cat((values, values.new_zeros(pad, cols)))
     tiles = values.unflatten(0, (-1, tall)).unflatten(2, (-1, wide)).transpose(1, 2).flatten(2)  # (R, C, tall · wide)
     nibbles = tiles.index_select(2, _order(layout, values.device)).unflatten(2, (-1, 8))
     words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32, device=values.device)
     for i in range(8):
         words |= (nibbles[..., i].int() & 15) << 4 * i
-    return words.reshape(rows + pad, cols // 8)
+    return words.reshape(shape)
 
 
 def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) -> Tensor:
