@@ -23,6 +23,7 @@ PAGE_SIZE = 16
 """Tokens of one page of the KV cache."""
 SEQUENTIAL = 0
 VALUE_SHUFFLE = 1
+FRAGMENT = 2
 
 HEADER = CSRC / "include" / "format.cuh"
 
@@ -37,6 +38,7 @@ class Layout:
         order: for each nibble of a tile, from the lowest of its first word on, the value that lies there: row within
             the tile × columns of the tile + column.
         why: what the order is good for.
+        turn: bits by which each word is rotated to the left after that.
 
     Raises:
         ValueError: `order` does not name each value of the tile once.
@@ -47,6 +49,7 @@ class Layout:
     tile: tuple[int, int]
     order: tuple[int, ...]
     why: str
+    turn: int = 0
 
     def __post_init__(self):
         rows, cols = self.tile
@@ -58,10 +61,20 @@ class Layout:
         rows = self.tile[0]
         names = [f"w{i % self.tile[1]}" if rows == 1 else divmod(i, self.tile[1]) for i in self.order[:8]]
         names = [name if isinstance(name, str) else f"w{name[0]},{name[1]}" for name in names]
-        cells = [(f"{4 * i + 3}–{4 * i}", names[i]) for i in reversed(range(8))]
+        highest = [(4 * i + 3 + self.turn) % 32 for i in range(8)]
+        cells = [(f"{high}–{(high - 3) % 32}", name) for high, name in sorted(zip(highest, names, strict=True))[::-1]]
         width = max(len(text) for cell in cells for text in cell)
         bits, values = (" │ ".join(text.center(width) for text in line) for line in zip(*cells, strict=True))
         return f"bits   │ {bits} │\nvalues │ {values} │"
+
+
+def _fragment_order():
+    """Of 16 rows × 64 columns, what lane (g, t) of a warp holds: in four words, rows g and g + 8 of columns 8t … 8t + 7
+    of the first 32 columns, then of the last 32. Within a word as ValueShuffle."""
+    for lane in range(32):
+        for block in (0, 32):
+            for row in (lane // 4, lane // 4 + 8):
+                yield from (row * 64 + block + lane % 4 * 8 + k for k in (0, 2, 4, 6, 1, 3, 5, 7))
 
 
 LAYOUTS: dict[int, Layout] = {
@@ -76,6 +89,15 @@ LAYOUTS: dict[int, Layout] = {
             (1, 8),
             (0, 2, 4, 6, 1, 3, 5, 7),
             "one mask leaves two neighbours in the two halves of a register",
+        ),
+        # csrc/int4_gemm.cu has the picture.
+        Layout(
+            FRAGMENT,
+            "fragment",
+            (16, 64),
+            tuple(_fragment_order()),
+            "a warp loads the fragments of `mma`, 16 bytes a lane, ready to be unpacked into halves",
+            turn=2,
         ),
     )
 }
@@ -132,7 +154,7 @@ def pack(values: Tensor, layout: int = VALUE_SHUFFLE) -> Tensor:
     words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32, device=values.device)
     for i in range(8):
         words |= (nibbles[..., i].int() & 15) << 4 * i
-    return words.reshape(shape)
+    return _rotate(words, form.turn).reshape(shape)
 
 
 def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) -> Tensor:
@@ -153,6 +175,7 @@ def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) 
     rows = have if rows is None else rows
     if have % tall or not have - tall < rows <= have:
         raise ValueError(f"words have {have} rows for {rows}; layout {form.name} packs {tall} at a time")
+    words = _rotate(words, -form.turn % 32)
     # Up to the top, then down again: the shift to the right brings the sign along.
     nibbles = torch.stack([(words << 28 - 4 * i) >> 28 for i in range(8)], dim=-1).to(torch.int8)
     tiles = nibbles.reshape(have // tall, cols // wide, tall * wide)
@@ -170,9 +193,25 @@ def convert(words: Tensor, source: int, target: int, rows: int | None = None) ->
     return words if source == target else pack(unpack(words, source, rows), target)
 
 
+def tile_scales(scales: Tensor) -> Tensor:
+    """Scales (rows, groups) as the layout "fragment" wants them: (tiles of 16 rows, groups, 16).
+
+    Place 2g + h of a tile is row g + 8h, so that one 4-byte load gives a lane of `mma` both its rows. Rows that fill
+    the last tile have scale 0.
+
+    Raises:
+        ValueError: not a matrix.
+    """
+    if scales.dim() != 2 or not scales.numel():
+        raise ValueError(f"scales have shape {tuple(scales.shape)}; they must be a matrix (rows, groups)")
+    if pad := -scales.shape[0] % 16:
+        scales = torch.cat((scales, scales.new_zeros(pad, scales.shape[1])))
+    return scales.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).flatten(2).contiguous()
+
+
 def device_header() -> str:
     """The text of `csrc/include/format.cuh`: the numbers above as device code sees them."""
-    sizes = " || ".join(f"n == {size}" for size in GROUP_SIZES)
+    sizes = " || ".join(f"size == {size}" for size in GROUP_SIZES)
     lines = [
         "// Numbers that device code shares with Python. Written by `python -m nanoqwen.packing`: change them there.",
         "#pragma once",
@@ -184,7 +223,8 @@ def device_header() -> str:
         "// Layouts: which value lies in which nibble of a word.",
         *(f"constexpr int LAYOUT_{_constant(layout.name)} = {layout.id};" for layout in LAYOUTS.values()),
         "",
-        f"constexpr bool is_group_size(int n) {{ return {sizes}; }}",
+        "template <int size>  // a variable: device code cannot call a function of the host",
+        f"constexpr bool is_group_size = {sizes};",
     ]
     return "\n".join(lines) + "\n"
 
@@ -192,6 +232,11 @@ def device_header() -> str:
 @functools.lru_cache
 def _order(layout: int, device: torch.device) -> Tensor:
     return torch.tensor(LAYOUTS[layout].order, device=device)
+
+
+def _rotate(words: Tensor, bits: int) -> Tensor:
+    """To the left, by 0 to 31 bits. An int32's shift to the right copies the sign; the mask takes the copies off."""
+    return words << bits | words >> 32 - bits & (1 << bits) - 1 if bits else words
 
 
 def _check_cols(cols: int, layout: Layout) -> None:

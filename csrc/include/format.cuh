@@ -8,5 +8,7 @@ constexpr int PAGE_SIZE = 16;    // tokens of one page of the KV cache
 // Layouts: which value lies in which nibble of a word.
 constexpr int LAYOUT_SEQUENTIAL = 0;
 constexpr int LAYOUT_VALUE_SHUFFLE = 1;
+constexpr int LAYOUT_FRAGMENT = 2;
 
-constexpr bool is_group_size(int n) { return n == 32 || n == 64 || n == 128 || n == 256; }
+template <int size>  // a variable: device code cannot call a function of the host
+constexpr bool is_group_size = size == 32 || size == 64 || size == 128 || size == 256;
