@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     constexpr int LOADS = STEP / 64;
     constexpr int AHEAD = 8 / (LOADS * TILES) > 0 ? 8 / (LOADS * TILES) : 1;  // steps in flight: eight loads or so
     constexpr int SCALES = STEP / GROUP;                                      // of a row in a step
+    constexpr int CHAINS = TILES == 1 && GROUP >= 64 ? 2 : 1;  // sums side by side: an mma waits for the one before
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
     const int row_tiles = (rows + 15) / 16, first_tile = blockIdx.x * TILES;
@@ -75,16 +76,21 @@ __global__ void __launch_bounds__(32 * WARPS)
         for (int a = 0; a < AHEAD; ++a) {
             const int s = s0 + a * WARPS;
             if (s >= steps) break;
-            float d[TILES][4];
+            Pack<__half> xs[2 * LOADS];
+#pragma unroll
+            for (int block = 0; block < 2 * LOADS; ++block) {
+                xs[block] = has_token ? load_pack(x_lane + s * STEP + block * 32) : zero_pack<__half>();
+            }
+            float d[TILES][CHAINS][4];
 #pragma unroll
             for (int block = 0; block < 2 * LOADS; ++block) {  // of 32 columns
                 if (block * 32 % GROUP == 0) {
 #pragma unroll
-                    for (int r = 0; r < TILES; ++r) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.0f;
+                    for (int i = 0; i < TILES * CHAINS * 4; ++i) d[i / (CHAINS * 4)][i / 4 % CHAINS][i % 4] = 0.0f;
                 }
-                const Pack<__half> xs = has_token ? load_pack(x_lane + s * STEP + block * 32) : zero_pack<__half>();
                 const unsigned offsets[4] = {MINUS_264, MINUS_264, MINUS_24, MINUS_24};
-                const unsigned b0[2] = {xs.bits.x, xs.bits.y}, b1[2] = {xs.bits.z, xs.bits.w};
+                const unsigned b0[2] = {xs[block].bits.x, xs[block].bits.y};
+                const unsigned b1[2] = {xs[block].bits.z, xs[block].bits.w};
 #pragma unroll
                 for (int r = 0; r < TILES; ++r) {
                     const uint4 four = w[a][r][block / 2];
@@ -93,19 +99,21 @@ __global__ void __launch_bounds__(32 * WARPS)
                     unpack_fragment(block % 2 ? four.w : four.y, bottom);
                     const unsigned a0[4] = {top[0], bottom[0], top[1], bottom[1]};
                     const unsigned a1[4] = {top[2], bottom[2], top[3], bottom[3]};
-                    mma_16x8x16_f16(d[r], offsets, b0);
-                    mma_16x8x16_f16(d[r], a0, b0);
-                    mma_16x8x16_f16(d[r], offsets, b1);
-                    mma_16x8x16_f16(d[r], a1, b1);
+                    float(&chain)[4] = d[r][block % CHAINS];
+                    mma_16x8x16_f16(chain, offsets, b0);
+                    mma_16x8x16_f16(chain, a0, b0);
+                    mma_16x8x16_f16(chain, offsets, b1);
+                    mma_16x8x16_f16(chain, a1, b1);
                 }
                 if ((block + 1) * 32 % GROUP == 0) {
 #pragma unroll
                     for (int r = 0; r < TILES; ++r) {
                         const float2 both = half2_to_float2(scale[a][r][block * 32 / GROUP]);
-                        sum[r][0] = fmaf(both.x, d[r][0], sum[r][0]);
-                        sum[r][1] = fmaf(both.x, d[r][1], sum[r][1]);
-                        sum[r][2] = fmaf(both.y, d[r][2], sum[r][2]);
-                        sum[r][3] = fmaf(both.y, d[r][3], sum[r][3]);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {  // 0 and 1: row g; 2 and 3: row g + 8
+                            const float whole = CHAINS == 2 ? d[r][0][i] + d[r][CHAINS - 1][i] : d[r][0][i];
+                            sum[r][i] = fmaf(i < 2 ? both.x : both.y, whole, sum[r][i]);
+                        }
                     }
                 }
             }

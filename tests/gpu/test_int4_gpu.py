@@ -1,4 +1,4 @@
-"""On a GPU: the INT4 kernels against float64 and against the SIMT machine, every unpack, streams' and graphs' inputs."""
+"""On a GPU: the INT4 kernels against float64 and the SIMT machine, every unpack, the inputs of a captured graph."""
 
 import math
 from pathlib import Path
