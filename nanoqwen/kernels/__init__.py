@@ -1,5 +1,6 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
+from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
     int4_gemm_mma,
@@ -12,6 +13,10 @@ from nanoqwen.kernels.int4 import (
 )
 
 __all__ = [
+    "awq_dequantize",
+    "awq_dequantize_v1",
+    "awq_dequantize_v2",
+    "awq_dequantize_v3",
     "gemv",
     "gemv_coalesced",
     "gemv_naive",
