@@ -51,7 +51,8 @@ CONFIG = "config.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _EMBEDDING, _HEAD_WEIGHT = "model.embed_tokens.weight", f"{HEAD}.weight"
-_PIECE = 1 << 24  # elements of a tensor that are converted and written at a time
+_PIECE = 1 << 23  # elements of a tensor that are read, worked on and written at a time
+_TILE = math.lcm(*(layout.tile[0] for layout in packing.LAYOUTS.values()))
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def write(
 ) -> Written:
     """Quantise a checkpoint into a `.nanoqwen` file, one tensor after another.
 
-    In memory there is at no time more than one matrix, beside the pieces of it that are being worked on. The file gets
-    its name once it is whole and on the disk; before, it is `PATH.partial`, which the next run starts afresh.
+    Tensors pass through memory in pieces, so a model needs no more of it than a small one. The file gets its name once
+    it is whole and on the disk; before, it is `PATH.partial`, which the next run starts afresh.
 
     Args:
         group, method, head_bits, layout: as `quantize.quantize_model` takes them.
@@ -222,36 +223,47 @@ def _payloads(checkpoint: Checkpoint, plan: Plan, files: dict[str, bytes], metho
     for entry in plan.tensors():
         layer, _, leaf = entry.name.rpartition(".")
         if entry.kind == TENSOR:
-            yield _pieces(_weight(checkpoint, entry.name), plan.dtype, entry.name)
+            yield _kept(checkpoint, entry.name, plan.dtype)
         elif leaf == "words":
-            source, bits = matrices[layer]
-            weight = _weight(checkpoint, source)
-            made = quantize.quantize(weight, plan.group, method if bits == 4 else "rtn", bits, source)
-            del weight
-            yield [_raw(packing.pack(made.values, plan.layout) if bits == 4 else made.values)]
-        else:
-            yield [_raw(made.scales)]
+            scales: list[Tensor] = []
+            yield _quantised(checkpoint, plan, *matrices[layer], method, scales)
+        else:  # the writer has been through the words by now
+            yield map(_raw, scales)
 
 
-def _weight(checkpoint: Checkpoint, name: str) -> Tensor:
-    # Each time opened anew: a mapped file counts as ours for as long as one of its tensors lives.
-    with safe_open(checkpoint.files[name], framework="pt") as file:
-        return file.get_tensor(name)
+def _kept(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+    for piece in _pieces(checkpoint, name):
+        piece = piece.to(dtype)
+        if not piece.isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity, or a number that {dtype} cannot hold")
+        yield _raw(piece)
+
+
+def _quantised(
+    checkpoint: Checkpoint, plan: Plan, name: str, bits: int, method: str, scales: list[Tensor]
+) -> Iterator[memoryview]:
+    """The words of a matrix; its scales are put into `scales`."""
+    for piece in _pieces(checkpoint, name):
+        made = quantize.quantize(piece, plan.group, method if bits == 4 else "rtn", bits, name)
+        scales.append(made.scales)
+        yield _raw(packing.pack(made.values, plan.layout) if bits == 4 else made.values)
+
+
+def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+    """A weight, some rows at a time: as many as fill the tiles of every layout."""
+    rows, *cols = checkpoint.config.weight_shapes()[name]
+    some = max(1, _PIECE // math.prod(cols) // _TILE) * _TILE
+    for start in range(0, rows, some):
+        # Each time opened anew: what was read of a mapped file counts as ours until the mapping goes.
+        with safe_open(checkpoint.files[name], framework="pt") as file:
+            piece = file.get_slice(name)[start : start + some]
+        yield piece
 
 
 def _sixteen_bits(checkpoint: Checkpoint) -> torch.dtype:
     """What the weights that stay are stored in: their own dtype, bf16 where that is fp32."""
     with safe_open(checkpoint.files[_EMBEDDING], framework="pt") as file:
         return torch.float16 if file.get_slice(_EMBEDDING).get_dtype() == "F16" else torch.bfloat16
-
-
-def _pieces(weight: Tensor, dtype: torch.dtype, name: str) -> Iterator:
-    rows = max(1, _PIECE // max(1, weight[0].numel()))
-    for piece in weight.split(rows):
-        piece = piece.to(dtype)
-        if not piece.isfinite().all():
-            raise ValueError(f"{name} holds NaN or infinity, or a number that {dtype} cannot hold")
-        yield _raw(piece)
 
 
 def _raw(tensor: Tensor) -> memoryview:

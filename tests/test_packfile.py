@@ -161,6 +161,13 @@ def test_the_same_model_gives_the_same_bytes(untied, tmp_path, whole):
     assert write(untied, tmp_path / "b.nanoqwen", group=64).path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("layout", packing.LAYOUTS)
+def test_small_pieces_of_a_tensor_make_the_same_file(untied, tmp_path, monkeypatch, layout):
+    whole = write(untied, tmp_path / "a.nanoqwen", 64, head_bits=8, layout=layout).path.read_bytes()
+    monkeypatch.setattr(packfile, "_PIECE", 17 * 64)
+    assert write(untied, tmp_path / "b.nanoqwen", 64, head_bits=8, layout=layout).path.read_bytes() == whole
+
+
 def test_the_documentation_gives_the_numbers_of_the_format():
     text = (REPO / "docs" / "packfile.md").read_text(encoding="utf-8")
     table = [(int(at), int(width)) for at, width in re.findall(r"^\| (\d+) \| (\d+) \|", text, re.M)]
