@@ -26,13 +26,11 @@
 // A tile of 16 rows x 64 columns is 512 bytes, which a warp loads in one request, and the tiles of 16 rows follow one
 // another along the columns. Rows that fill the last tile are zeros.
 
-#include "int4.cuh"
-#include "mma.cuh"
+#include "int4_mma.cuh"
 #include "pack.cuh"
 
-// The eight values are four pairs: two for each of two k-steps of 16 columns. Pairs 0 and 2 come with 264 added, pairs
-// 1 and 3 with 24. An mma with A = -264, -24 and the same B takes that off again, *before* the product is added, so
-// that the sum never grows large and loses its last bits. One serves all the row tiles of a warp.
+// A warp takes TILES tiles of 16 rows, which share each load of x and the mma that takes the offsets off; the WARPS of a
+// block share the columns.
 template <int GROUP, int WARPS, int TILES>
 __global__ void __launch_bounds__(32 * WARPS)
     int4_gemm_mma(const unsigned* __restrict__ words, const __half* __restrict__ scales, const __half* __restrict__ x,
@@ -42,7 +40,6 @@ __global__ void __launch_bounds__(32 * WARPS)
     constexpr int LOADS = STEP / 64;
     constexpr int AHEAD = 8 / (LOADS * TILES) > 0 ? 8 / (LOADS * TILES) : 1;  // steps in flight: eight loads or so
     constexpr int SCALES = STEP / GROUP;                                      // of a row in a step
-    constexpr int CHAINS = TILES == 1 && GROUP >= 64 ? 2 : 1;  // sums side by side: an mma waits for the one before
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
     const int row_tiles = (rows + 15) / 16, first_tile = blockIdx.x * TILES;
@@ -81,39 +78,29 @@ __global__ void __launch_bounds__(32 * WARPS)
             for (int block = 0; block < 2 * LOADS; ++block) {
                 xs[block] = has_token ? load_pack(x_lane + s * STEP + block * 32) : zero_pack<__half>();
             }
-            float d[TILES][CHAINS][4];
+            float c[4], d[TILES][4];
 #pragma unroll
             for (int block = 0; block < 2 * LOADS; ++block) {  // of 32 columns
                 if (block * 32 % GROUP == 0) {
 #pragma unroll
-                    for (int i = 0; i < TILES * CHAINS * 4; ++i) d[i / (CHAINS * 4)][i / 4 % CHAINS][i % 4] = 0.0f;
+                    for (int i = 0; i < 4; ++i) c[i] = 0.0f;
+#pragma unroll
+                    for (int i = 0; i < 4 * TILES; ++i) d[i / 4][i % 4] = 0.0f;
                 }
-                const unsigned offsets[4] = {MINUS_264, MINUS_264, MINUS_24, MINUS_24};
-                const unsigned b0[2] = {xs[block].bits.x, xs[block].bits.y};
-                const unsigned b1[2] = {xs[block].bits.z, xs[block].bits.w};
+                offsets_mma(c, xs[block].bits);
 #pragma unroll
                 for (int r = 0; r < TILES; ++r) {
                     const uint4 four = w[a][r][block / 2];
-                    unsigned top[4], bottom[4];  // rows g and g + 8
-                    unpack_fragment(block % 2 ? four.z : four.x, top);
-                    unpack_fragment(block % 2 ? four.w : four.y, bottom);
-                    const unsigned a0[4] = {top[0], bottom[0], top[1], bottom[1]};
-                    const unsigned a1[4] = {top[2], bottom[2], top[3], bottom[3]};
-                    float(&chain)[4] = d[r][block % CHAINS];
-                    mma_16x8x16_f16(chain, offsets, b0);
-                    mma_16x8x16_f16(chain, a0, b0);
-                    mma_16x8x16_f16(chain, offsets, b1);
-                    mma_16x8x16_f16(chain, a1, b1);
+                    fragment_mma(d[r], block % 2 ? four.z : four.x, block % 2 ? four.w : four.y, xs[block].bits);
                 }
                 if ((block + 1) * 32 % GROUP == 0) {
 #pragma unroll
                     for (int r = 0; r < TILES; ++r) {
                         const float2 both = half2_to_float2(scale[a][r][block * 32 / GROUP]);
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {  // 0 and 1: row g; 2 and 3: row g + 8
-                            const float whole = CHAINS == 2 ? d[r][0][i] + d[r][CHAINS - 1][i] : d[r][0][i];
-                            sum[r][i] = fmaf(i < 2 ? both.x : both.y, whole, sum[r][i]);
-                        }
+                        sum[r][0] = fmaf(both.x, c[0] + d[r][0], sum[r][0]);  // row g
+                        sum[r][1] = fmaf(both.x, c[1] + d[r][1], sum[r][1]);
+                        sum[r][2] = fmaf(both.y, c[2] + d[r][2], sum[r][2]);  // row g + 8
+                        sum[r][3] = fmaf(both.y, c[3] + d[r][3], sum[r][3]);
                     }
                 }
             }

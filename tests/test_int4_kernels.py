@@ -9,17 +9,25 @@ import pytest
 import torch
 
 from nanoqwen import kernels, simt
+from nanoqwen.kernels import int4
 from nanoqwen.kernels.int4 import SHAPES, choose
 from nanoqwen.kernels.launch import INCLUDE, Program
 from nanoqwen.packing import FRAGMENT, GROUP_SIZES, SEQUENTIAL, VALUE_SHUFFLE, device_header, pack, tile_scales
 
 MODEL_COLUMNS = (896, 1536, 3584, 4864, 8960, 18944)
 GEMV = [getattr(kernels, name) for name in kernels.__all__ if name.startswith("int4_gemv")]
-KERNELS = [*GEMV, kernels.int4_gemm_mma]
-# Of Problem.error. dp4a: x rounded to 8 bits (its own rounding is tested apart). magic: fp16 products.
-TOLERANCE = dict.fromkeys(KERNELS, 5e-6) | {kernels.int4_gemv_dp4a: 2e-2, kernels.int4_gemv_magic: 1.5e-3}
+TILED = [kernels.int4_gemm_mma, kernels.int4_gemm_ring]
+KERNELS = [*GEMV, *TILED]
+# Of Problem.error. Tensor cores: what the offsets, some hundred times x, leave behind when they are taken off.
+# dp4a: x rounded to 8 bits (its own rounding is tested apart). magic: fp16 products.
+TOLERANCE = (
+    dict.fromkeys(GEMV, 5e-6)
+    | dict.fromkeys(TILED, 2e-5)
+    | {kernels.int4_gemv_dp4a: 2e-2, kernels.int4_gemv_magic: 1.5e-3}
+)
 
 by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+tiled_by_name = pytest.mark.parametrize("kernel", TILED, ids=lambda kernel: kernel.__name__)
 gemv_by_name = pytest.mark.parametrize("kernel", GEMV, ids=lambda kernel: kernel.__name__)
 
 
@@ -53,7 +61,7 @@ class Problem:
     def run(self, kernel, out=None, **how):
         """y of a kernel, into an output full of NaN, with the weights in the kernel's layout."""
         y = torch.full(self.reference.shape, math.nan) if out is None else out
-        if kernel is kernels.int4_gemm_mma:
+        if kernel in TILED:
             words, scales = pack(self.values, FRAGMENT), tile_scales(self.scales)
             assert kernel(words, scales, self.x, out=y, rows=self.rows, **how) is y
         else:
@@ -109,7 +117,7 @@ def test_with_one_column_picked_out_each_row_gives_exactly_its_weight(kernel):
     problem = Problem(rows, cols)
     problem.values, problem.scales = ramp, torch.full((rows, 1), 0.5).half()
     words, scales = pack(ramp), problem.scales
-    if kernel is kernels.int4_gemm_mma:
+    if kernel in TILED:
         words, scales = pack(ramp, FRAGMENT), tile_scales(scales)
     for k in range(cols):
         x = torch.zeros(cols).half()
@@ -147,7 +155,7 @@ def test_odd_columns_are_right_or_refused_by_name(cols):
         for group in GROUP_SIZES:
             if cols % group:
                 words, scales = torch.zeros(16, cols // 8, dtype=torch.int32), torch.ones(16, -(-cols // group)).half()
-                if kernel is kernels.int4_gemm_mma:
+                if kernel in TILED:
                     scales = tile_scales(scales)
                 with pytest.raises(
                     ValueError, match=rf"{-(-cols // group)} groups for K = {cols} columns; a group must"
@@ -178,11 +186,36 @@ def test_a_group_of_zeros_quantises_to_zeros():
     assert not q[:128].any() and scales[0] == 0 and (q[128:] == 127).all()
 
 
+@tiled_by_name
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_mma_takes_one_to_eight_tokens(tokens):
+def test_tensor_cores_take_one_to_eight_tokens(kernel, tokens):
     for rows, cols in ((16, 128), (33, 896), (70, 3584)):
         problem = Problem(rows, cols, tokens=tokens)
-        assert problem.error(problem.run(kernels.int4_gemm_mma)) < 5e-6
+        assert problem.error(problem.run(kernel)) < TOLERANCE[kernels.int4_gemm_mma]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_a_block_of_the_ring_takes_many_tiles(blocks):
+    for rows, cols, group in ((150, 1536, 32), (129, 3584, 128), (90, 768, 256), (81, 18944, 64)):
+        problem = Problem(rows, cols, group)
+        assert problem.error(problem.run(kernels.int4_gemm_ring, blocks=blocks)) < TOLERANCE[kernels.int4_gemm_mma]
+
+
+def test_a_ring_that_goes_round_several_times_is_clean():
+    problem = Problem(150, 1536, 128, tokens=3)
+    y = problem.run(kernels.int4_gemm_ring, blocks=2)
+    report = simt.observe(problem.run, kernels.int4_gemm_ring, torch.full((3, 150), math.nan), blocks=2)
+    assert report.clean, str(report)
+    for seed in range(3):
+        with simt.observing(seed=seed):
+            assert torch.equal(problem.run(kernels.int4_gemm_ring, blocks=2), y)
+
+
+def test_the_ring_and_its_launch_agree_on_its_size():
+    source = (INCLUDE.parent / "int4_ring.cu").read_text()
+    for name in ("RING_STAGES", "RING_WARPS", "RING_COLS"):
+        assert re.search(rf"constexpr int {name} = (\d+);", source)[1] == str(getattr(int4, name))
+    assert [int4.ring_warps(steps) for steps in (7, 12, 28, 70, 148)] == [7, 6, 7, 8, 8]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -190,21 +223,22 @@ def test_every_instance_of_mma_is_right(shape):
     for group in GROUP_SIZES:
         problem = Problem(35, 2304, group, tokens=3)
         y = problem.run(kernels.int4_gemm_mma, shape=shape)
-        assert problem.error(y) < 5e-6, group
+        assert problem.error(y) < TOLERANCE[kernels.int4_gemm_mma], group
 
 
 def test_every_choice_of_mma_was_compiled():
     assert {choose(rows, sms) for rows in (1, 896, 3584, 4608, 37888, 152064) for sms in (16, 58, 132)} <= set(SHAPES)
 
 
-def test_a_bias_and_a_residual_are_added_in_the_epilogue():
+@tiled_by_name
+def test_a_bias_and_a_residual_are_added_in_the_epilogue(kernel):
     problem = Problem(37, 896, tokens=3)
     bias, residual = torch.randn(37), torch.randn(3, 37)
     wanted = problem.reference + bias + residual
-    y = problem.run(kernels.int4_gemm_mma, bias=bias, residual=residual)
-    assert problem.error(y, wanted) < 5e-6
+    y = problem.run(kernel, bias=bias, residual=residual)
+    assert problem.error(y, wanted) < TOLERANCE[kernels.int4_gemm_mma]
     in_place = residual.clone()
-    report = simt.observe(problem.run, kernels.int4_gemm_mma, in_place, bias=bias, residual=in_place)
+    report = simt.observe(problem.run, kernel, in_place, bias=bias, residual=in_place)
     assert report.clean, str(report)
     assert torch.equal(in_place, y)
 
@@ -280,7 +314,7 @@ def no_launch(monkeypatch):
 def arguments(kernel, rows=16, cols=256):
     words, scales, x = torch.zeros(rows, cols // 8, dtype=torch.int32), torch.ones(rows, cols // 128), torch.ones(cols)
     scales = scales.half()
-    scales = tile_scales(scales) if kernel is kernels.int4_gemm_mma else scales
+    scales = tile_scales(scales) if kernel in TILED else scales
     return {"words": words, "scales": scales, "x": x.half()}
 
 
@@ -358,12 +392,13 @@ def test_k_and_the_group_are_named_when_they_do_not_fit(no_launch):
                 kernels.int4_gemv_warp(right["words"], scales, right["x"])
     with pytest.raises(ValueError, match="K = 264 columns; 16-byte loads need a multiple of 32"):
         kernels.int4_gemv_warp(torch.zeros(4, 33, dtype=torch.int32), torch.ones(4, 1).half(), torch.ones(264).half())
-    with pytest.raises(ValueError, match="K = 96 columns; layout fragment need a multiple of 64"):
+    with pytest.raises(ValueError, match="K = 96 columns; tiles of layout fragment need a multiple of 64"):
         kernels.int4_gemm_mma(torch.zeros(16, 12, dtype=torch.int32), right["scales"], torch.ones(96).half())
 
 
-def test_what_only_mma_takes_is_checked_too(no_launch):
-    mma, right = kernels.int4_gemm_mma, arguments(kernels.int4_gemm_mma)
+@tiled_by_name
+def test_what_only_tensor_cores_take_is_checked_too(kernel, no_launch):
+    right = arguments(kernel)
     wrong = {
         "x has 9 tokens; a call takes at most 8": {"x": torch.ones(9, 256).half()},
         "rows is 17; words with 16 rows, in tiles of 16, hold 1 to 16": {"rows": 17},
@@ -371,14 +406,21 @@ def test_what_only_mma_takes_is_checked_too(no_launch):
         r"words have 15 rows; layout fragment has 16": {"words": right["words"][:15]},
         r"bias has shape \(15,\)": {"bias": torch.ones(15)},
         r"residual has shape \(16, 1\)": {"residual": torch.ones(16, 1)},
-        r"shape is \(3, 1\); the kernel was compiled for": {"shape": (3, 1)},
     }
     for words, spoiled in wrong.items():
         with pytest.raises(ValueError, match=words):
-            mma(**(right | spoiled))
+            kernel(**(right | spoiled))
     held = torch.ones(32)
     with pytest.raises(ValueError, match="out overlaps residual"):  # shifted: neither in place nor apart
-        mma(**right, residual=held[:16], out=held[4:20])
+        kernel(**right, residual=held[:16], out=held[4:20])
+
+
+def test_the_launch_of_tensor_cores_is_checked(no_launch):
+    right = arguments(kernels.int4_gemm_mma)
+    with pytest.raises(ValueError, match=r"shape is \(3, 1\); the kernel was compiled for"):
+        kernels.int4_gemm_mma(**right, shape=(3, 1))
+    with pytest.raises(ValueError, match="blocks is 0; it must be at least 1"):
+        kernels.int4_gemm_ring(**right, blocks=0)
 
 
 def test_quantize_x_refuses_what_it_cannot_take(no_launch):

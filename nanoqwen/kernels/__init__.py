@@ -4,6 +4,7 @@ from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequanti
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
     int4_gemm_mma,
+    int4_gemm_ring,
     int4_gemv_dp4a,
     int4_gemv_magic,
     int4_gemv_naive,
@@ -24,6 +25,7 @@ __all__ = [
     "gemv_unrolled",
     "gemv_vectorized",
     "int4_gemm_mma",
+    "int4_gemm_ring",
     "int4_gemv_dp4a",
     "int4_gemv_magic",
     "int4_gemv_naive",

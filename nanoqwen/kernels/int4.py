@@ -19,6 +19,9 @@ H200_SMS = 132
 WARPS_PER_SM = 16  # of int4_gemm_mma, eight loads of 512 bytes each: enough in flight to cover the latency of memory
 SHAPES = ((8, 1), (4, 1), (8, 2), (4, 2))  # its instances: warps a block, tiles of 16 rows a warp
 
+RING_STAGES, RING_WARPS, RING_COLS = 3, 8, 512  # as in csrc/int4_ring.cu
+RING_BLOCKS_PER_SM = 2
+
 _INT32, _HALF, _FLOAT, _INT8 = (torch.int32,), (torch.float16,), (torch.float32,), (torch.int8,)
 _GEMV = Program(
     Path("int4_gemv.cu"),
@@ -32,6 +35,7 @@ _GEMM = {
     )
     for group in GROUP_SIZES
 }
+_RING = {group: Program(Path("int4_ring.cu"), {f"int4_gemm_ring<{group}>": "ppppppiii"}) for group in GROUP_SIZES}
 
 
 def int4_gemv_naive(
@@ -143,50 +147,65 @@ def int4_gemm_mma(
     Raises:
         TypeError, ValueError: an argument that does not fit; the message names it.
     """
-    _check_layout("int4_gemm_mma", layout, FRAGMENT)
-    check_tensor("words", words, ("rows", "cols / 8"), _INT32, alignment=ALIGNMENT)
-    device, (padded, octets) = words.device, words.shape
-    cols = 8 * octets
-    _check_cols(cols, 64, "layout fragment")
-    if padded % 16:
-        raise ValueError(f"words have {padded} rows; layout fragment has 16 in a tile: use nanoqwen.packing.pack")
-    rows = padded if rows is None else rows
-    if not padded - 16 < rows <= padded:
-        raise ValueError(f"rows is {rows}; words with {padded} rows, in tiles of 16, hold {padded - 15} to {padded}")
-    check_tensor("scales", scales, (padded // 16, "cols / group", 16), _HALF, device, ALIGNMENT)
-    group = _group(cols, scales.shape[1])
-    _check_size(padded, cols)
-
-    flat = not (isinstance(x, Tensor) and x.dim() == 2)
-    tokens = 1 if flat else x.shape[0]
-    check_tensor("x", x, (cols,) if flat else ("tokens", cols), _HALF, device, ALIGNMENT)
-    if tokens > MAX_TOKENS:
-        raise ValueError(f"x has {tokens} tokens; a call takes at most {MAX_TOKENS}: split it, or dequantise")
-    y_shape = (rows,) if flat else (tokens, rows)
-    if bias is not None:
-        check_tensor("bias", bias, (rows,), _FLOAT, device)
-    if residual is not None:
-        check_tensor("residual", residual, y_shape, _FLOAT, device)
     if shape is not None and shape not in SHAPES:
         raise ValueError(f"shape is {shape}; the kernel was compiled for {', '.join(map(str, SHAPES))}")
-    inputs = {"words": words, "scales": scales, "x": x, "bias": bias}
-    in_place = False
-    if out is None:
-        out = torch.empty(y_shape, dtype=torch.float32, device=device)
-    else:
-        in_place = residual is not None and isinstance(out, Tensor) and out.data_ptr() == residual.data_ptr()
-        _check_out(out, y_shape, device, inputs | ({} if in_place else {"residual": residual}))
+    group, padded, out, args, outputs = _tiled("int4_gemm_mma", words, scales, x, out, rows, bias, residual, layout)
+    warps, tiles = shape or choose(padded, _sms(words.device) if words.is_cuda else H200_SMS)
+    name, grid = f"int4_gemm_mma<{group}, {warps}, {tiles}>", -(-padded // (16 * tiles))
+    _GEMM[group].launch(name, words.device, grid, 32 * warps, args, outputs=outputs)
+    return out
 
-    warps, tiles = shape or choose(rows, _sms(device) if words.is_cuda else H200_SMS)
-    _GEMM[group].launch(
-        f"int4_gemm_mma<{group}, {warps}, {tiles}>",
-        device,
-        -(-padded // (16 * tiles)),
+
+def int4_gemm_ring(
+    words: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    out: Tensor | None = None,
+    *,
+    rows: int | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    layout: int = FRAGMENT,
+    blocks: int | None = None,
+) -> Tensor:
+    """As `int4_gemm_mma`, the weights streamed through shared memory by bulk copies (lesson 04, step 6).
+
+    Args:
+        blocks: how many share the tiles; by default two for each multiprocessor, or fewer if there are fewer tiles.
+
+    Raises:
+        RuntimeError: a GPU that has no bulk copies (before sm_90).
+        TypeError, ValueError: an argument that does not fit; the message names it.
+    """
+    if blocks is not None and blocks < 1:
+        raise ValueError(f"blocks is {blocks}; it must be at least 1")
+    group, padded, out, args, outputs = _tiled("int4_gemm_ring", words, scales, x, out, rows, bias, residual, layout)
+    if words.is_cuda and (have := torch.cuda.get_device_capability(words.device)) < (9, 0):
+        raise RuntimeError(f"int4_gemm_ring needs sm_90, this GPU is sm_{have[0]}{have[1]}: use int4_gemm_mma")
+    sms, cols = _sms(words.device) if words.is_cuda else H200_SMS, x.shape[-1]
+    warps = ring_warps(cols // max(64, group))
+    stage_bytes = RING_COLS * 8 + RING_COLS // group * 32
+    _RING[group].launch(
+        f"int4_gemm_ring<{group}>",
+        words.device,
+        min(padded // 16, blocks or RING_BLOCKS_PER_SM * sms),
         32 * warps,
-        (words, scales, x, bias, residual, out, tokens, rows, cols),
-        outputs=() if in_place else ("y",),
+        args,
+        shared_bytes=warps * RING_STAGES * stage_bytes,
+        outputs=outputs,
     )
     return out
+
+
+@functools.lru_cache
+def ring_warps(steps: int) -> int:
+    """Warps of a block that share `steps` pieces of a row: as many as idle for at most 5 % of the last round."""
+
+    def rounds(warps: int) -> float:
+        return -(-steps // warps) * warps / steps
+
+    counts = range(RING_WARPS, RING_WARPS // 2 - 1, -1)
+    return next((warps for warps in counts if rounds(warps) <= 1.05), min(counts, key=rounds))
 
 
 @functools.lru_cache
@@ -208,6 +227,43 @@ def _gemv(step: str, words: Tensor, scales: Tensor, x: Tensor, out: Tensor | Non
     args = (words, scales, x, out, rows, cols, _log2(group))
     _GEMV.launch(name, words.device, -(-rows // per_block), 128, args, outputs=("y",))
     return out
+
+
+def _tiled(name, words, scales, x, out, rows, bias, residual, layout) -> tuple[int, int, Tensor, tuple, tuple]:
+    """Group, rows of all tiles, output and launch arguments of a product in layout 2, after all checks."""
+    _check_layout(name, layout, FRAGMENT)
+    check_tensor("words", words, ("rows", "cols / 8"), _INT32, alignment=ALIGNMENT)
+    device, (padded, octets) = words.device, words.shape
+    cols = 8 * octets
+    _check_cols(cols, 64, "tiles of layout fragment")
+    if padded % 16:
+        raise ValueError(f"words have {padded} rows; layout fragment has 16 in a tile: use nanoqwen.packing.pack")
+    rows = padded if rows is None else rows
+    if not padded - 16 < rows <= padded:
+        raise ValueError(f"rows is {rows}; words with {padded} rows, in tiles of 16, hold {padded - 15} to {padded}")
+    check_tensor("scales", scales, (padded // 16, "cols / group", 16), _HALF, device, ALIGNMENT)
+    group = _group(cols, scales.shape[1])
+    _check_size(padded, cols)
+
+    flat = not (isinstance(x, Tensor) and x.dim() == 2)
+    tokens = 1 if flat else x.shape[0]
+    check_tensor("x", x, (cols,) if flat else ("tokens", cols), _HALF, device, ALIGNMENT)
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"x has {tokens} tokens; a call takes at most {MAX_TOKENS}: split it, or dequantise")
+    y_shape = (rows,) if flat else (tokens, rows)
+    if bias is not None:
+        check_tensor("bias", bias, (rows,), _FLOAT, device)
+    if residual is not None:
+        check_tensor("residual", residual, y_shape, _FLOAT, device)
+    in_place = False
+    if out is None:
+        out = torch.empty(y_shape, dtype=torch.float32, device=device)
+    else:
+        in_place = residual is not None and isinstance(out, Tensor) and out.data_ptr() == residual.data_ptr()
+        inputs = {"words": words, "scales": scales, "x": x, "bias": bias}
+        _check_out(out, y_shape, device, inputs | ({} if in_place else {"residual": residual}))
+    args = (words, scales, x, bias, residual, out, tokens, rows, cols)
+    return group, padded, out, args, () if in_place else ("y",)
 
 
 def _quantize_x(x: Tensor) -> tuple[Tensor, Tensor]:
