@@ -9,7 +9,7 @@
 // Launch:     ceil(rows / (16 * TILES)) blocks of 32 * WARPS threads. cols is a multiple of 64 and of GROUP.
 // Sums:       fp32, in the tensor cores within a group and by hand across groups.
 // Teaches:    who multiplies matters less than who unpacks: a tensor core takes halves as they come, 512 weights in two
-//             instructions, so what is left to do for a weight is 5/8 of one.
+//             instructions, and two more take the offsets off. To unpack them is ten, 5/8 of one for a weight of a lane.
 //
 // Layout 2. The weights are the mma's A, 16 rows x 16 columns; the tokens are its B, 16 x 8. The sum does not mind in
 // which order the columns are taken, as long as A and B agree, so lane (g, t) takes of every 32 columns the eight
