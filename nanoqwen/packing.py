@@ -176,8 +176,13 @@ def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) 
     if have % tall or not have - tall < rows <= have:
         raise ValueError(f"words have {have} rows for {rows}; layout {form.name} packs {tall} at a time")
     words = _rotate(words, -form.turn % 32)
-    # Up to the top, then down again: the shift to the right brings the sign along.
-    nibbles = torch.stack([(words << 28 - 4 * i) >> 28 for i in range(8)], dim=-1).to(torch.int8)
+    one_word = form.tile == (1, 8)  # then each nibble goes straight to its place
+    nibbles = torch.empty(*words.shape, 8, dtype=torch.int8, device=words.device)
+    for i, place in enumerate(form.order if one_word else range(8)):
+        # Up to the top, then down again: the shift to the right brings the sign along.
+        nibbles[..., place] = (words << 28 - 4 * i) >> 28
+    if one_word:
+        return nibbles.flatten(1)
     tiles = nibbles.reshape(have // tall, cols // wide, tall * wide)
     values = tiles.index_select(2, _order(layout, words.device).argsort())
     return values.unflatten(2, (tall, wide)).transpose(1, 2).reshape(have, cols)[:rows]

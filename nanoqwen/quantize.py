@@ -154,7 +154,8 @@ def _least_error(w: Tensor, largest: Tensor, scales: Tensor, top: int) -> Tensor
 
 
 def _scaled(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (values.unflatten(1, (scales.shape[1], -1)) * scales.float().unsqueeze(-1)).to(dtype).flatten(1)
+    grouped = values.unflatten(1, (scales.shape[1], -1)).to(torch.float32)
+    return grouped.mul_(scales.float().unsqueeze(-1)).to(dtype).flatten(1)
 
 
 class QuantizedLinear(nn.Module):
