@@ -194,21 +194,26 @@ def test_tensor_cores_take_one_to_eight_tokens(kernel, tokens):
         assert problem.error(problem.run(kernel)) < TOLERANCE[kernels.int4_gemm_mma]
 
 
+@pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_a_block_of_the_ring_takes_many_tiles(blocks):
+def test_a_block_of_the_ring_takes_many_rows(blocks, tiles):
     for rows, cols, group in ((150, 1536, 32), (129, 3584, 128), (90, 768, 256), (81, 18944, 64)):
         problem = Problem(rows, cols, group)
-        assert problem.error(problem.run(kernels.int4_gemm_ring, blocks=blocks)) < TOLERANCE[kernels.int4_gemm_mma]
+        assert (
+            problem.error(problem.run(kernels.int4_gemm_ring, blocks=blocks, tiles=tiles))
+            < TOLERANCE[kernels.int4_gemm_mma]
+        )
 
 
-def test_a_ring_that_goes_round_several_times_is_clean():
-    problem = Problem(150, 1536, 128, tokens=3)
-    y = problem.run(kernels.int4_gemm_ring, blocks=2)
-    report = simt.observe(problem.run, kernels.int4_gemm_ring, torch.full((3, 150), math.nan), blocks=2)
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_a_ring_that_goes_round_several_times_is_clean(tiles):
+    problem, how = Problem(150, 1536, 128, tokens=3), {"blocks": 2, "tiles": tiles}
+    y = problem.run(kernels.int4_gemm_ring, **how)
+    report = simt.observe(problem.run, kernels.int4_gemm_ring, torch.full((3, 150), math.nan), **how)
     assert report.clean, str(report)
     for seed in range(3):
         with simt.observing(seed=seed):
-            assert torch.equal(problem.run(kernels.int4_gemm_ring, blocks=2), y)
+            assert torch.equal(problem.run(kernels.int4_gemm_ring, **how), y)
 
 
 def test_the_ring_and_its_launch_agree_on_its_size():
@@ -419,6 +424,8 @@ def test_the_launch_of_tensor_cores_is_checked(no_launch):
     right = arguments(kernels.int4_gemm_mma)
     with pytest.raises(ValueError, match=r"shape is \(3, 1\); the kernel was compiled for"):
         kernels.int4_gemm_mma(**right, shape=(3, 1))
+    with pytest.raises(ValueError, match="tiles is 3; the kernel was compiled for 1 and 2"):
+        kernels.int4_gemm_ring(**right, tiles=3)
     with pytest.raises(ValueError, match="blocks is 0; it must be at least 1"):
         kernels.int4_gemm_ring(**right, blocks=0)
 

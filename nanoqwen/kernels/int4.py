@@ -20,7 +20,7 @@ WARPS_PER_SM = 16  # of int4_gemm_mma, eight loads of 512 bytes each: enough in 
 SHAPES = ((8, 1), (4, 1), (8, 2), (4, 2))  # its instances: warps a block, tiles of 16 rows a warp
 
 RING_STAGES, RING_WARPS, RING_COLS = 3, 8, 512  # as in csrc/int4_ring.cu
-RING_BLOCKS_PER_SM = 2
+RING_BLOCKS_PER_SM = {1: 2, 2: 1}  # by the tiles of 16 rows that a warp takes
 
 _INT32, _HALF, _FLOAT, _INT8 = (torch.int32,), (torch.float16,), (torch.float32,), (torch.int8,)
 _GEMV = Program(
@@ -35,7 +35,12 @@ _GEMM = {
     )
     for group in GROUP_SIZES
 }
-_RING = {group: Program(Path("int4_ring.cu"), {f"int4_gemm_ring<{group}>": "ppppppiii"}) for group in GROUP_SIZES}
+_RING = {
+    group: Program(
+        Path("int4_ring.cu"), {f"int4_gemm_ring<{group}, {tiles}>": "ppppppiii" for tiles in RING_BLOCKS_PER_SM}
+    )
+    for group in GROUP_SIZES
+}
 
 
 def int4_gemv_naive(
@@ -166,35 +171,45 @@ def int4_gemm_ring(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     layout: int = FRAGMENT,
+    tiles: int | None = None,
     blocks: int | None = None,
 ) -> Tensor:
     """As `int4_gemm_mma`, the weights streamed through shared memory by bulk copies (lesson 04, step 6).
 
     Args:
-        blocks: how many share the tiles; by default two for each multiprocessor, or fewer if there are fewer tiles.
+        tiles: of 16 rows that a warp takes at a time, 1 or 2; by default chosen for the matrix.
+        blocks: how many share the rows; by default as many as the GPU holds at once, or as there are pieces of rows.
 
     Raises:
         RuntimeError: a GPU that has no bulk copies (before sm_90).
         TypeError, ValueError: an argument that does not fit; the message names it.
     """
+    if tiles is not None and tiles not in RING_BLOCKS_PER_SM:
+        raise ValueError(f"tiles is {tiles}; the kernel was compiled for {' and '.join(map(str, RING_BLOCKS_PER_SM))}")
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; it must be at least 1")
     group, padded, out, args, outputs = _tiled("int4_gemm_ring", words, scales, x, out, rows, bias, residual, layout)
     if words.is_cuda and (have := torch.cuda.get_device_capability(words.device)) < (9, 0):
         raise RuntimeError(f"int4_gemm_ring needs sm_90, this GPU is sm_{have[0]}{have[1]}: use int4_gemm_mma")
     sms, cols = _sms(words.device) if words.is_cuda else H200_SMS, x.shape[-1]
+    tiles = tiles or ring_tiles(padded, sms)
     warps = ring_warps(cols // max(64, group))
     stage_bytes = RING_COLS * 8 + RING_COLS // group * 32
     _RING[group].launch(
-        f"int4_gemm_ring<{group}>",
+        f"int4_gemm_ring<{group}, {tiles}>",
         words.device,
-        min(padded // 16, blocks or RING_BLOCKS_PER_SM * sms),
+        min(-(-padded // (16 * tiles)), blocks or RING_BLOCKS_PER_SM[tiles] * sms),
         32 * warps,
         args,
         shared_bytes=warps * RING_STAGES * stage_bytes,
         outputs=outputs,
     )
     return out
+
+
+def ring_tiles(rows: int, sms: int) -> int:
+    """Tiles of 16 rows that a warp takes at a time: two share what is done to x, if that leaves enough for each SM."""
+    return 2 if rows >= 4 * 32 * sms else 1
 
 
 @functools.lru_cache

@@ -76,13 +76,14 @@ def test_mma_is_right_with_one_to_eight_tokens(shape, group):
 
 
 @needs_bulk_copies
+@pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize("group", GROUP_SIZES)
-def test_the_ring_is_right_with_one_to_eight_tokens(group):
+def test_the_ring_is_right_with_one_to_eight_tokens(group, tiles):
     for tokens in range(1, 9):
         for rows, cols, blocks in ((1, 1536, None), (35, 2304, 1), (130, 18944, 3), (4000, 768, None)):
             values, scales, x, reference, size = problem(rows, cols, group, tokens)
             words, tiled, y = pack(values, FRAGMENT).cuda(), tile_scales(scales).cuda(), nothing(tokens, rows)
-            kernels.int4_gemm_ring(words, tiled, x.cuda(), out=y, rows=rows, blocks=blocks)
+            kernels.int4_gemm_ring(words, tiled, x.cuda(), out=y, rows=rows, blocks=blocks, tiles=tiles)
             assert error(y, reference, size) < MMA_TOLERANCE, (tokens, rows, cols)
 
 
@@ -100,14 +101,15 @@ def test_the_shapes_of_the_7b_are_right(rows, cols):
 
 
 @needs_bulk_copies
+@pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize("rows, cols", SHAPES_7B)
-def test_the_ring_is_right_at_the_shapes_of_the_7b(rows, cols):
+def test_the_ring_is_right_at_the_shapes_of_the_7b(rows, cols, tiles):
     values, scales, x, reference, size = problem(rows, cols, tokens=8)
     words, tiled, x = pack(values, FRAGMENT).cuda(), tile_scales(scales).cuda(), x.cuda()
-    first = kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows))
+    first = kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows), tiles=tiles)
     assert error(first, reference, size) < MMA_TOLERANCE
     for _ in range(50):  # a race would not give the same bits each time
-        assert torch.equal(first, kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows)))
+        assert torch.equal(first, kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows), tiles=tiles))
 
 
 @pytest.mark.parametrize("name", UNPACKS)
