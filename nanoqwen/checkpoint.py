@@ -4,6 +4,7 @@ A checkpoint is data. Only safetensors are read; pickled files (`.bin`, `.pt`) c
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Header = dict[str, tuple[tuple[int, ...], str]]  # tensor's name → shape and dtype, as the file says
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Checkpoint:
         """
         if dtype not in _DTYPES.values():
             raise ValueError(f"dtype is {dtype}; it must be torch.float32, torch.bfloat16 or torch.float16")
-        tensors = _read(self.files)
+        tensors = read_tensors(self.files)
         return {name: tensors.pop(name).to(device, dtype) for name in self.files}
 
 
@@ -68,17 +71,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"{path}: give the folder that holds config.json and *.safetensors, or a .gguf file")
     if gguf := find_gguf(path):
         path = convert(gguf)
-    shards = _shards(path)
-    config = ModelConfig.read(path / "config.json")
-    headers, problems = {}, []
-    for shard in shards:
-        try:
-            headers[shard] = _header(shard)
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError(_listed(path, "damaged or missing weight files", problems))
-    return _match(path, config, headers)
+    shards = find_shards(path)
+    return match(path, ModelConfig.read(path / "config.json"), read_headers(path, shards))
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -88,7 +82,7 @@ def find_gguf(path: Path) -> Path | None:
     return path if path.suffix == ".gguf" and path.is_file() else None
 
 
-def _shards(folder: Path) -> list[Path]:
+def find_shards(folder: Path) -> list[Path]:
     """The weight files of a folder: those that its index names, or the single file."""
     names = sorted(entry.name for entry in folder.iterdir())
     if not names:
@@ -127,7 +121,20 @@ def _indexed(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def _header(shard: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def read_headers(folder: Path, shards: list[Path]) -> dict[Path, Header]:
+    """The header of each safetensors file; one error lists all files that are missing or not whole."""
+    headers, problems = {}, []
+    for shard in shards:
+        try:
+            headers[shard] = _header(shard)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError(_listed(folder, "damaged or missing weight files", problems))
+    return headers
+
+
+def _header(shard: Path) -> Header:
     """Name → (shape, dtype) of a safetensors file, once it is known to be whole."""
     if not shard.exists():
         raise ValueError(f"{shard.name} is missing")
@@ -150,10 +157,14 @@ def _header(shard: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise ValueError(f"{shard.name} is truncated or damaged ({size} bytes; {error}); fetch it again") from None
 
 
-def _match(path: Path, config: ModelConfig, headers: dict) -> Checkpoint:
-    """Fit what the files hold to what the configuration wants, one to one."""
+def match(path: Path, config: ModelConfig, headers: dict[Path, Header], problems: Sequence[str] = ()) -> Checkpoint:
+    """Fit what the files hold to what the configuration wants, one to one.
+
+    Raises:
+        ValueError: they do not fit; the message lists `problems` seen before, and then its own.
+    """
     files: dict[str, Path] = {}
-    problems = []
+    problems = list(problems)
     for shard, header in headers.items():
         for name in header:
             if name in files:
@@ -164,7 +175,7 @@ def _match(path: Path, config: ModelConfig, headers: dict) -> Checkpoint:
         # Files may carry the tied head twice. One that differs is a head of its own: like `transformers` (5 and
         # later) and llama.cpp, believe the file, not the flag.
         both = {name: files[name] for name in (_EMBEDDING, _HEAD) if name in files}
-        tied = len(both) == 2 and found[_HEAD] == found[_EMBEDDING] and torch.equal(*_read(both).values())
+        tied = len(both) == 2 and found[_HEAD] == found[_EMBEDDING] and torch.equal(*read_tensors(both).values())
         if tied:
             del files[_HEAD], found[_HEAD]
         else:
@@ -196,7 +207,7 @@ def _match(path: Path, config: ModelConfig, headers: dict) -> Checkpoint:
     return Checkpoint(path, config, {name: files[name] for name in wanted})
 
 
-def _read(files: dict[str, Path]) -> dict[str, Tensor]:
+def read_tensors(files: dict[str, Path]) -> dict[str, Tensor]:
     """The named tensors, mapped from their files."""
     tensors = {}
     for shard in dict.fromkeys(files.values()):

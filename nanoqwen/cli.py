@@ -1,4 +1,4 @@
-"""The command line: `nanoqwen doctor | fetch | generate | bench | record`.
+"""The command line: `nanoqwen doctor | fetch | pack | generate | bench | record`.
 
 Text goes to standard output, everything about it (times, progress, errors) to standard error. What the user can mend is
 one line and exit status 2, never a traceback.
@@ -46,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("--source", metavar="PATH", help="take it from this folder or GGUF file instead of the network")
     fetch.set_defaults(run=_fetch)
 
+    pack = commands.add_parser("pack", help="quantise a model to INT4, into one .nanoqwen file")
+    pack.add_argument("model", help="a name, a Hugging Face folder or a GGUF file")
+    pack.add_argument("file", help="the file to write, such as out.nanoqwen")
+    pack.add_argument("--group", type=int, default=128, metavar="G", help="weights that share a scale (default: 128)")
+    pack.add_argument("--method", choices=("mse", "rtn"), default="mse", help="search for scales (default), or round")
+    pack.add_argument("--head", type=int, choices=(16, 8), default=16, help="bits of the lm_head (default: 16)")
+    pack.set_defaults(run=_pack)
+
     generate = commands.add_parser("generate", help="complete code, streaming; times at the end")
     generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
     generate.add_argument("--model", help="a name, a Hugging Face folder or a GGUF file (default: the 0.5B, else tiny)")
@@ -89,6 +97,27 @@ def _fetch(args: argparse.Namespace) -> int:
 
     print(fetch(args.name, source=args.source))
     return 0
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from nanoqwen import packfile
+    from nanoqwen.checkpoint import open_checkpoint
+    from nanoqwen.fetch import find_model
+
+    checkpoint = open_checkpoint(find_model(args.model))
+    made = packfile.write(checkpoint, args.file, args.group, args.method, args.head, progress=True)
+    print(made.path)
+    print(f"{made.nbytes / 1e6:,.0f} MB in {made.seconds:.1f} s{_peak_memory()}", file=sys.stderr)
+    return 0
+
+
+def _peak_memory() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f", peak memory of the process {peak / 1e6:,.0f} MB"
 
 
 def split_fill(prompt: str, suffix: str | None) -> tuple[str, str]:

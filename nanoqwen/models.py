@@ -3,7 +3,8 @@
 import torch
 
 from nanoqwen import reference
-from nanoqwen.checkpoint import Checkpoint, open_checkpoint
+from nanoqwen.awq import is_awq, open_awq
+from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import ModelConfig
 from nanoqwen.fetch import find_model
 from nanoqwen.tokenizer import Tokenizer
@@ -15,15 +16,16 @@ def load(
     """The reference decoder and tokenizer of a model.
 
     Args:
-        name: a name such as `qwen2.5-coder-0.5b` or `nanoqwen-tiny`, a Hugging Face folder or a GGUF file; None
-            takes the 0.5B where it has been fetched, else the tiny model.
+        name: a name such as `qwen2.5-coder-0.5b` or `nanoqwen-tiny`, a Hugging Face folder (AWQ weights
+            are dequantised) or a GGUF file; None takes the 0.5B where it has been fetched, else the tiny model.
         dtype: of the weights and of the arithmetic.
 
     Raises:
         FileNotFoundError: the model is not on this machine; the message says how to fetch it.
         ValueError: its files are not a whole, readable Qwen2 checkpoint; the message names what is wrong.
     """
-    checkpoint: Checkpoint = open_checkpoint(find_model(name))
+    path = find_model(name)
+    checkpoint = open_awq(path) if is_awq(path) else open_checkpoint(path)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_path)
     model = reference.build(checkpoint.config, checkpoint.weights(dtype, device))
     model.num_tokens = min(tokenizer.num_tokens, checkpoint.config.vocab_size)
