@@ -30,8 +30,8 @@ extern __shared__ __align__(128) unsigned char ring[];
 
 template <int GROUP, int TILES>
 __global__ void __launch_bounds__(32 * RING_WARPS, TILES == 1 ? 2 : 1)
-    int4_gemm_ring(const unsigned* __restrict__ words, const __half* __restrict__ scales, const __half* __restrict__ x,
-                   const float* bias, const float* residual, float* y, int tokens, int rows, int cols) {
+    int4_gemm_ring(const unsigned* words, const __half* scales, const __half* x, const float* bias,
+                   const float* residual, float* y, int tokens, int rows, int cols) {
     static_assert(is_group_size<GROUP>, "scales of this group size are not what the packer writes");
     constexpr int STEP = GROUP < 64 ? 64 : GROUP;  // columns taken at a time
     constexpr int STEPS = RING_COLS / TILES / STEP;  // of a stage
@@ -76,7 +76,9 @@ __global__ void __launch_bounds__(32 * RING_WARPS, TILES == 1 ? 2 : 1)
         for (int stage = 0; stage < RING_STAGES; ++stage) fill(stage);
     }
     __syncwarp();
-    wait_for_predecessor();  // weights are nobody's output, but x is
+    // Weights are nobody's output, but x is. It is not __restrict__: a compiler may take what that promises to be
+    // constant for the whole kernel, and read it before the wait.
+    wait_for_predecessor();
 
     const bool has_token = g < tokens;
     const __half* x_lane = x + static_cast<size_t>(has_token ? g : 0) * cols + 8 * t;

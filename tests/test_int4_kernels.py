@@ -104,6 +104,15 @@ def test_the_lowest_nibbles_of_a_fragment_s_first_word_are_where_the_picture_say
     assert words.nonzero().tolist() == [[(1 * 4 + 2) * 4 + 3]] and words[27] == 8 << 18
 
 
+def test_scales_lie_in_pairs_of_rows_eight_apart():
+    scales = torch.arange(1, 19).half()[:, None] * torch.tensor([1.0, 100.0]).half()  # row r, group 0: r + 1
+    tiled = tile_scales(scales)
+    assert tiled.shape == (2, 2, 16) and tiled[0, 0].tolist() == [v for g in range(1, 9) for v in (g, g + 8)]
+    assert tiled[1, 1].tolist() == [1700.0, 0.0, 1800.0] + [0.0] * 13
+    with pytest.raises(ValueError, match=r"scales have shape \(3,\); they must be a matrix"):
+        tile_scales(torch.ones(3))
+
+
 def test_device_code_and_python_share_their_numbers():
     assert (INCLUDE / "format.cuh").read_text(encoding="utf-8") == device_header()
     source = (INCLUDE.parent / "int4_gemm.cu").read_text()
