@@ -207,6 +207,8 @@ OBSERVED_CLANG = [
 def _flags(cxx: Compiler, observed: bool) -> list[str]:
     flags = [*COMMON_FLAGS, "-O2", *_native()]
     if not cxx.is_clang:
+        # Shared arrays have no constructors, and a template would call one of theirs that is not there.
+        flags += ["-fno-extern-tls-init"]
         flags += ["-fno-gnu-unique", "-fno-crossjumping", "-fno-tree-tail-merge"]
     if sys.platform == "linux":
         # A large local array touches each page of its stack on the way down: it cannot jump over the guard.

@@ -171,3 +171,18 @@ def test_a_path_with_a_space_works(tmp_path, monkeypatch):
     file = tmp_path / "a kernel.cu"
     file.write_text('#include "factor.cuh"\n' + DOUBLE.replace("2.0f", "FACTOR"))
     assert works(simt.compile(file, ["twice"], include_dirs=[headers]))
+
+
+def test_a_template_may_declare_the_launch_sized_array_itself():
+    source = """
+    template <int step> __global__ void reversed(float* y, int n) {
+        extern __shared__ float staged[];
+        staged[threadIdx.x] = step * threadIdx.x;
+        __syncthreads();
+        if (threadIdx.x < n) y[threadIdx.x] = staged[n - 1 - threadIdx.x];
+    }"""
+    kernel = simt.compile(source, ["reversed<3>"])["reversed<3>"]
+    y = np.full(32, np.nan, np.float32)
+    kernel.launch(1, 32, (y, 32), shared_bytes=128)
+    assert y.tolist() == [3.0 * (31 - i) for i in range(32)]
+    assert simt.observe(kernel.launch, 1, 32, (y, 32), shared_bytes=128).clean
