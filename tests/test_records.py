@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -235,3 +236,10 @@ def test_a_reference_record_agrees_with_the_ledger_and_with_itself(path):
             assert run["tokens_per_s"] == pytest.approx(1 / seconds)
             if spec and run["mbu_datasheet"] is not None:
                 assert run["mbu_datasheet"] == pytest.approx(counted / seconds / spec.bandwidth)
+
+
+def test_the_cpu_figure_in_lesson_01_is_the_record_s():
+    text = (REPO / "notebooks" / "01_the_reference_decoder.ipynb").read_text(encoding="utf-8")
+    said = re.search(r"the real 0.5B takes (\d+) ms a token there, (\d+) % of what those cores can read", text)
+    run = records.load("cpu", "AMD EPYC").results["decode"]
+    assert (int(said[1]), int(said[2])) == (round(1e3 * run["tpot"]["p50"]), round(100 * run["mbu_probe"]))
