@@ -10,14 +10,14 @@ and means W[n, k] = (q[k, n] − z[k / group, n]) · s[k / group, n]. Embedding,
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanoqwen.checkpoint import Header, find_shards, match, read_headers, read_tensors
-from nanoqwen.config import ModelConfig
+from nanoqwen.config import ModelConfig, read_object
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of a word's eight stands in nibble ORDER[j]
 GROUPS = (32, 64, 128)
@@ -168,7 +168,7 @@ def open_awq(path: str | Path) -> AwqCheckpoint:
 
 def _read_config(path: Path) -> tuple[ModelConfig, int]:
     """The model's shape, and the group size, once the quantisation is known to be one that is run here."""
-    values = _read_json(path)
+    values = read_object(path)
     how = values.pop("quantization_config", None)
     if not isinstance(how, dict):
         raise ValueError(f"{path}: has no quantization_config, so these are no AWQ weights; use open_checkpoint")
@@ -198,22 +198,7 @@ def _read_config(path: Path) -> tuple[ModelConfig, int]:
     if wrong:
         raise ValueError(f"{path}: AWQ weights of a kind that is not run here:\n  " + "\n  ".join(wrong))
     config = ModelConfig.from_dict(values, where=str(path))
-    generation = path.with_name("generation_config.json")
-    if generation.is_file():  # its stop tokens come first, as in ModelConfig.read
-        eos = _read_json(generation).get("eos_token_id")
-        more = ModelConfig.from_dict({**values, "eos_token_id": eos}, where=str(generation)).eos_token_id
-        config = replace(config, eos_token_id=tuple(dict.fromkeys((*more, *config.eos_token_id))))
-    return config, group
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: holds a {type(values).__name__}, not an object")
-    return values
+    return config.with_stops_of(path.with_name("generation_config.json")), group
 
 
 def _split(

@@ -123,15 +123,21 @@ class ModelConfig:
     def read(cls, path: str | Path) -> "ModelConfig":
         """Read a `config.json`, with the stop tokens of a `generation_config.json` beside it where there is one."""
         path = Path(path)
-        config = cls.from_dict(_read_object(path), where=str(path))
-        generation = path.with_name("generation_config.json")
-        if generation.is_file():
-            more = _stop_tokens(_read_object(generation), str(generation))
-            try:
-                config = replace(config, eos_token_id=tuple(dict.fromkeys((*more, *config.eos_token_id))))
-            except ValueError as error:
-                raise ValueError(f"{generation}: {error}") from None
-        return config
+        return cls.from_dict(read_object(path), where=str(path)).with_stops_of(path.with_name("generation_config.json"))
+
+    def with_stops_of(self, generation: Path) -> "ModelConfig":
+        """The configuration with the stop tokens of a `generation_config.json` put first, where there is that file.
+
+        Raises:
+            ValueError: the file holds no object, or no token ids of this vocabulary.
+        """
+        if not generation.is_file():
+            return self
+        more = _stop_tokens(read_object(generation), str(generation))
+        try:
+            return replace(self, eos_token_id=tuple(dict.fromkeys((*more, *self.eos_token_id))))
+        except ValueError as error:
+            raise ValueError(f"{generation}: {error}") from None
 
     def to_dict(self) -> dict:
         """The Hugging Face configuration that `from_dict` and `transformers` read back."""
@@ -163,7 +169,12 @@ class ModelConfig:
         return shapes
 
 
-def _read_object(path: Path) -> dict:
+def read_object(path: Path) -> dict:
+    """The object that a JSON file holds.
+
+    Raises:
+        ValueError: it cannot be read, is no JSON, or holds something else; the message names the file.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -18,7 +18,6 @@ from nanoqwen import kernel_magic
 from nanoqwen.judge import NotRight, check, check_kernel
 from nanoqwen.kernel_source import diff, show_kernel
 from nanoqwen.listing import (
-    check_label,
     display,
     escape,
     highlight,
@@ -31,7 +30,7 @@ from nanoqwen.listing import (
     table,
 )
 from nanoqwen.paths import NOTEBOOKS
-from nanoqwen.roofline import OKABE_ITO
+from nanoqwen.roofline import OKABE_ITO, check_label
 
 __all__ = [
     "NotRight",

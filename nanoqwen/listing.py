@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanoqwen.paths import REPO
-from nanoqwen.roofline import LABELS
+from nanoqwen.roofline import check_label
 
 # Mid-tones of the Okabe-Ito hues, each at least 4:1 on white and on JupyterLab's dark grey (tests/test_lesson.py).
 BLUE, GREEN, VERMILLION, PURPLE, GREY = "#2079b4", "#1a8562", "#c25708", "#b0568a", "#757575"
@@ -159,11 +159,6 @@ def highlight(text: str, filename: str) -> str:
     # No background and no colour for plain text: both are the theme's.
     body = highlight(text, lexer, HtmlFormatter(style=Neutral, noclasses=True, nowrap=True))
     return f'<pre style="{LISTING}">{body}</pre>'
-
-
-def check_label(label: str) -> None:
-    if re.split("[:,]", label)[0].strip() not in LABELS:
-        raise ValueError(f"label is {label!r}; it must begin with one of {', '.join(LABELS)}")
 
 
 def escape(value: object) -> str:

@@ -62,9 +62,14 @@ class Plot(Figure):
         return buffer.getvalue()
 
 
-def _axes(width: float, height: float, title: str, label: str):
+def check_label(label: str) -> None:
+    """Refuse a label that does not begin with one of `LABELS`, alone or before a colon or a comma."""
     if label.split(":")[0].split(",")[0].strip() not in LABELS:
         raise ValueError(f"label is {label!r}; it must begin with one of {', '.join(LABELS)}")
+
+
+def _axes(width: float, height: float, title: str, label: str):
+    check_label(label)
     figure = Plot(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")

@@ -16,6 +16,8 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import decoders, models
 
+from nanoqwen.config import read_object
+
 ALWAYS_STOP = ("<|endoftext|>", "<|im_end|>")
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
@@ -73,7 +75,8 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; a tokenizer is read from tokenizer.json")
-        settings = _read_object(file.with_name("tokenizer_config.json"))
+        beside = file.with_name("tokenizer_config.json")
+        settings = read_object(beside) if beside.is_file() else {}
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -290,18 +293,6 @@ def _characters(text: str) -> str:
 def _content(token) -> str | None:
     """A special token in `tokenizer_config.json`: its text, or a mapping that holds it."""
     return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _read_object(file: Path) -> dict:
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: holds a {type(values).__name__}, not an object")
-    return values
 
 
 def _byte_alphabet() -> dict[str, int]:
