@@ -1,72 +1,94 @@
-// The same product, the weights streamed by bulk copies through a ring in shared memory (sm_90).      lesson 04
+// INT4 weights times up to eight tokens, streamed by bulk copies to integer tensor cores (sm_90).      lesson 04
 //
-//   y[n, r] = sum over k of q[r, k] * scale[r, k / group] * x[n, k]  (+ bias[r]) (+ residual[n, r])
+//   y[n, r] = sum over k of (q[r, k] - z[r, k / group]) * scale[r, k / group] * x[n, k]  (+ bias[r]) (+ residual[n, r])
 //
-//   tensors as in csrc/int4_gemm.cu
+//   words, scales, zero-points z (ZEROS): as in csrc/int4_gemm.cu; bias (rows), residual and y (tokens, rows) float
+//   x      HALF_X   half (tokens, cols), times `factor`
+//          NORM_X   float (cols), normalised: x * norm / sqrt(mean of x^2 + factor), norm (cols) half; one token
+//          SPLIT_X  what split_x makes of HALF_X, where that does not fit into shared memory
+//   SWIGLU: rows alternate, 16 of a gate and 16 that it multiplies; y (tokens, rows / 2) half is
+//           gate / (1 + exp(-gate)) * up * y_factor
 //
-// Must move:  the same bytes.
-// Launch:     two blocks for each multiprocessor (one if TILES is 2), at most one for each 16 * TILES rows, of 32 to 256
-//             threads, and RING_STAGES stages for each warp of dynamic shared memory. A block takes every gridDim.x-th
-//             piece of 16 * TILES rows.
-// Teaches:    bytes in flight without registers. A load holds a register for each word from the moment it leaves; a
-//             bulk copy holds nothing, so a block can be several tiles ahead of what it multiplies.
+// Must move:  the same bytes as csrc/int4_gemm.cu.
+// Launch:     a block for each multiprocessor, at most one for each 16 rows (SWIGLU 32), of RING_WARPS warps. Dynamic
+//             shared memory: the rings, `slots` tiles of partial sums, groups of x, x; nanoqwen/kernels/int4.py counts.
+// Sums:       whole numbers within a group, exact; fp32 across groups.
+// Teaches:    bytes in flight without registers, and bytes that are already on their way when the kernel's turn comes.
 //
-// The warps of a block share the columns of their rows, each a run of neighbours, and each warp has a ring of its own that
-// its lane 0 fills: nobody waits for another warp but at the end of the rows, and the copies run on through that.
+// A block has neighbouring tiles of 16 rows, and takes them in chunks of 512 columns, 4 KB of words that lie together.
+// Chunk c of the block belongs to warp c % RING_WARPS, and each warp has a ring of its own that its lane 0 fills: nobody
+// waits for another warp but at the end.
 //
-//     warp 0   | stage 0 | stage 1 | stage 2 |      a stage: up to 16 rows x 512 columns or 32 x 256, and their scales
-//     warp 1   | stage 0 | stage 1 | stage 2 |
+//     warp 0   | stage 0: chunk  0 | stage 1: chunk 16 |        chunk 32 comes into stage 0 when chunk 0 is used up
+//     warp 1   | stage 0: chunk  1 | stage 1: chunk 17 |
 //      ...
+//
+// Weights depend on no kernel before this one, so the rings are filled first and the wait comes after that. Then x becomes whole
+// numbers (csrc/include/split.cuh), and each word two fragments of bytes by four masks: a quarter of the instructions
+// of halves, and no offsets.
 
 #include "int4_mma.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
+#include "split.cuh"
 #include "sync.cuh"
 
-constexpr int RING_STAGES = 3;
-constexpr int RING_WARPS = 8;  // at most
-constexpr int RING_COLS = 512;  // of a stage, divided by TILES
+constexpr int RING_STAGES = 2, RING_WARPS = 16, RING_THREADS = 32 * RING_WARPS;
+constexpr int RING_CHUNK = 512;  // columns of a stage
+enum Input { HALF_X, NORM_X, SPLIT_X };
 extern __shared__ __align__(128) unsigned char ring[];
 
-template <int GROUP, int TILES>
-__global__ void __launch_bounds__(32 * RING_WARPS, TILES == 1 ? 2 : 1)
-    int4_gemm_ring(const unsigned* words, const __half* scales, const __half* x, const float* bias,
-                   const float* residual, float* y, int tokens, int rows, int cols) {
+// x (tokens, cols) as whole numbers, for SPLIT_X. Launch: a thread for each eight columns of all tokens.
+template <int GROUP>
+__global__ void split_x(const __half* x, unsigned char* bytes, SplitGroup* groups, int octets) {
+    launch_dependents();
+    wait_for_predecessor();
+    const int octet = blockIdx.x * blockDim.x + threadIdx.x;
+    float v[8];
+    unpack_halves((octet < octets ? load_pack(x + octet * 8) : zero_pack<__half>()).bits, v);
+    split_octet<GROUP, true>(v, octet, octet < octets, bytes, groups);
+}
+
+template <int GROUP, int TOKENS, Input INPUT, bool SWIGLU, bool ZEROS>
+__global__ void __launch_bounds__(RING_THREADS, 1)
+    int4_gemm_ring(const unsigned* words, const __half* scales, const __half* zeros, const void* x, const __half* norm,
+                   const SplitGroup* groups, const float* bias, const float* residual, void* y, int tokens, int rows,
+                   unsigned cols, int slots, float factor, float y_factor) {
     static_assert(is_group_size<GROUP>, "scales of this group size are not what the packer writes");
+    static_assert(INPUT != NORM_X || TOKENS == 1, "each token has a norm of its own");
     constexpr int STEP = GROUP < 64 ? 64 : GROUP;  // columns taken at a time
-    constexpr int STEPS = RING_COLS / TILES / STEP;  // of a stage
-    constexpr int BLOCKS = STEP / 32;                // of a step
-    constexpr int WORD_BYTES = 8 * STEP, SCALE_BYTES = STEP / GROUP * 32;  // of a step
-    constexpr int STAGE_BYTES = TILES * STEPS * (WORD_BYTES + SCALE_BYTES);
+    constexpr int MMAS = (TOKENS + 3) / 4;         // a mma has eight columns: the bytes of four tokens
+    constexpr int SCALE_BYTES = RING_CHUNK / GROUP * 32;
+    constexpr int STAGE_BYTES = RING_CHUNK * 8 + (ZEROS ? 2 : 1) * SCALE_BYTES;
+    constexpr int UNIT = SWIGLU ? 2 : 1;  // tiles that stay together
     __shared__ mbarrier_t full[RING_WARPS][RING_STAGES];
-    __shared__ float partial[2][RING_WARPS][TILES][16][8];
+    __shared__ float squares[RING_WARPS];
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const int g = lane / 4, t = lane % 4;
-    const int row_tiles = (rows + 15) / 16, pieces = (row_tiles + TILES - 1) / TILES, steps = cols / STEP;
-    const int first = steps * warp / warps, last = steps * (warp + 1) / warps;  // this warp's
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int chunks = (cols + RING_CHUNK - 1) / RING_CHUNK;  // of a tile
+    const long long units = (rows + 16 * UNIT - 1) / (16 * UNIT);
+    const int first_tile = units * blockIdx.x / gridDim.x * UNIT, end_tile = units * (blockIdx.x + 1) / gridDim.x * UNIT;
+
+    const int parts = min(chunks, RING_WARPS);  // of a tile's sum
     unsigned char* stages = ring + warp * RING_STAGES * STAGE_BYTES;
+    float* partial = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);  // [slots][parts][16][TOKENS]
+    SplitGroup* x_groups = reinterpret_cast<SplitGroup*>(partial + slots * parts * 16 * TOKENS);
+    unsigned char* x_bytes = ring + RING_WARPS * RING_STAGES * STAGE_BYTES + slots * parts * 64 * TOKENS +
+                             (tokens * (cols / GROUP) + 1) / 2 * 16;
 
-    // What lane 0 copies next, up to the end of its last piece.
-    int next_piece = first < last ? static_cast<int>(blockIdx.x) : pieces, next_step = first;
+    int next_tile = first_tile + warp / chunks, next_chunk = warp % chunks;
     const auto fill = [&](int stage) {
-        if (next_piece >= pieces) return;
-        const int count = min(STEPS, last - next_step);
+        if (next_tile >= end_tile) return;
+        const unsigned from = next_chunk * RING_CHUNK, columns = min(cols - from, static_cast<unsigned>(RING_CHUNK));
+        const size_t place = static_cast<size_t>(next_tile) * cols + from;
+        const unsigned scale_bytes = columns / GROUP * 32;
         unsigned char* to = stages + stage * STAGE_BYTES;
         mbarrier_t* landed = &full[warp][stage];
-        mbarrier_arrive_expect_bytes(landed, TILES * count * (WORD_BYTES + SCALE_BYTES));
-#pragma unroll
-        for (int r = 0; r < TILES; ++r) {
-            const size_t tile = min(next_piece * TILES + r, row_tiles - 1), from = tile * steps + next_step;
-            bulk_copy(to + r * STEPS * WORD_BYTES, words + from * (WORD_BYTES / 4), count * WORD_BYTES, landed);
-            bulk_copy(to + (TILES * WORD_BYTES + r * SCALE_BYTES) * STEPS, scales + from * (SCALE_BYTES / 2),
-                      count * SCALE_BYTES, landed);
-        }
-        next_step += STEPS;
-        if (next_step >= last) {
-            next_step = first;
-            next_piece += gridDim.x;
-        }
+        mbarrier_arrive_expect_bytes(landed, columns * 8 + (ZEROS ? 2 : 1) * scale_bytes);
+        bulk_copy(to, words + place * 2, columns * 8, landed);
+        bulk_copy(to + RING_CHUNK * 8, scales + place / GROUP * 16, scale_bytes, landed);
+        if constexpr (ZEROS) bulk_copy(to + RING_CHUNK * 8 + SCALE_BYTES, zeros + place / GROUP * 16, scale_bytes, landed);
+        for (next_chunk += RING_WARPS; next_chunk >= chunks; ++next_tile) next_chunk -= chunks;
     };
 
     launch_dependents();
@@ -76,58 +98,130 @@ __global__ void __launch_bounds__(32 * RING_WARPS, TILES == 1 ? 2 : 1)
         for (int stage = 0; stage < RING_STAGES; ++stage) fill(stage);
     }
     __syncwarp();
-    // Weights are nobody's output, but x is. It is not __restrict__: a compiler may take what that promises to be
-    // constant for the whole kernel, and read it before the wait.
+    const int octets = tokens * (cols / 8);
+    if constexpr (INPUT == NORM_X) {  // nor does the norm depend on anyone; it waits where its octet of x will lie
+        for (int octet = threadIdx.x; octet < octets; octet += RING_THREADS) {
+            const uint4 eight = load_pack(norm + octet * 8).bits;
+            *reinterpret_cast<uint2*>(x_bytes + octet_place(octet)) = make_uint2(eight.x, eight.y);
+            *reinterpret_cast<uint2*>(x_bytes + octet_place(octet) + 64) = make_uint2(eight.z, eight.w);
+        }
+    }
     wait_for_predecessor();
 
-    const bool has_token = g < tokens;
-    const __half* x_lane = x + static_cast<size_t>(has_token ? g : 0) * cols + 8 * t;
-    int stage = 0, parity = 0, buffer = 0;
-    for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
-        float sum[TILES][4] = {};
-        for (int step = first; step < last; step += STEPS) {
-            mbarrier_wait(&full[warp][stage], parity);
+    if constexpr (INPUT == HALF_X) {
+        constexpr int BATCH = 5;  // loads in flight
+        for (int first = 0; first + 32 * warp < octets; first += BATCH * RING_THREADS) {
+            Pack<__half> pack[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int octet = first + i * RING_THREADS + threadIdx.x;
+                pack[i] = octet < octets ? load_pack(static_cast<const __half*>(x) + octet * 8) : zero_pack<__half>();
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int octet = first + i * RING_THREADS + threadIdx.x;
+                if (octet - lane >= octets) break;
+                float v[8];
+                unpack_halves(pack[i].bits, v);
+                split_octet<GROUP, ZEROS>(v, octet, octet < octets, x_bytes, x_groups);
+            }
+        }
+        __syncthreads();
+    }
+    if constexpr (INPUT == NORM_X) {
+        float square = 0.0f;
+        for (int octet = threadIdx.x; octet - lane < octets; octet += RING_THREADS) {
+            float v[8] = {};
+            if (octet < octets) {
+                const float4 a = static_cast<const float4*>(x)[octet * 2], b = static_cast<const float4*>(x)[octet * 2 + 1];
+                const uint2 w = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet));
+                const uint2 w4 = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet) + 64);
+                const float h[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+                unpack_halves(make_uint4(w.x, w.y, w4.x, w4.y), v);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    square = fmaf(h[i], h[i], square);
+                    v[i] *= h[i];
+                }
+            }
+            split_octet<GROUP, ZEROS>(v, octet, octet < octets, x_bytes, x_groups);
+        }
+        square = warp_sum(square);
+        if (lane == 0) squares[warp] = square;
+        __syncthreads();
+        square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < RING_WARPS; ++i) square += squares[i];
+        factor = 1.0f / sqrtf(square / cols + factor);
+    }
+
+    // The columns of B: token 0 high, token 0 low, token 1 high ... The tokens beyond the last repeat it.
+    const unsigned char* x_lane[MMAS];
+    const SplitGroup* group_lane[MMAS];
+#pragma unroll
+    for (int m = 0; m < MMAS; ++m) {
+        const unsigned mine = min(TOKENS == 1 ? 0 : 4 * m + g / 2, tokens - 1);
+        const unsigned theirs = min(TOKENS == 1 ? 0 : 4 * m + t, tokens - 1);
+        const unsigned char* bytes = INPUT == SPLIT_X ? static_cast<const unsigned char*>(x) : x_bytes;
+        x_lane[m] = bytes + mine * cols * 2 + g % 2 * 64 + t * 16;
+        group_lane[m] = (INPUT == SPLIT_X ? groups : x_groups) + theirs * (cols / GROUP);
+    }
+
+    int tile = first_tile + warp / chunks, chunk = warp % chunks, stage = 0, parity = 0;
+    for (int first = first_tile; first < end_tile; first += slots) {
+        const int last = min(first + slots, end_tile);
+        float sum[MMAS][2] = {};
+        while (tile < last) {
             const unsigned char* here = stages + stage * STAGE_BYTES;
+            const unsigned from = chunk * RING_CHUNK, columns = min(cols - from, static_cast<unsigned>(RING_CHUNK));
+            const auto add_group = [&](unsigned group, const int (&d)[MMAS][4]) {
+                const unsigned* line = reinterpret_cast<const unsigned*>(here + RING_CHUNK * 8 + group * 32);
+                const float2 scale = half2_to_float2(line[g]);
 #pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                if (step + i >= last) break;
-                Pack<__half> xs[BLOCKS];
-#pragma unroll
-                for (int block = 0; block < BLOCKS; ++block) {
-                    const int k = (step + i) * STEP + block * 32;
-                    xs[block] = has_token ? load_pack(x_lane + k) : zero_pack<__half>();
+                for (int m = 0; m < MMAS; ++m) {
+                    const SplitGroup of_x = group_lane[m][from / GROUP + group];
+                    int top = 256 * d[m][0] + d[m][1], bottom = 256 * d[m][2] + d[m][3];
+                    if constexpr (ZEROS) {
+                        const float2 z = half2_to_float2(line[SCALE_BYTES / 4 + g]);
+                        top -= static_cast<int>(16.0f * z.x) * of_x.sum;
+                        bottom -= static_cast<int>(16.0f * z.y) * of_x.sum;
+                    }
+                    sum[m][0] = fmaf(scale.x * of_x.scale, static_cast<float>(top), sum[m][0]);     // row g
+                    sum[m][1] = fmaf(scale.y * of_x.scale, static_cast<float>(bottom), sum[m][1]);  // row g + 8
                 }
-                float c[4], d[TILES][4];
-                uint4 four[TILES];
+            };
+            const auto take = [&](unsigned k0) {  // STEP columns
+                int d[MMAS][4];
 #pragma unroll
-                for (int block = 0; block < BLOCKS; ++block) {
-                    if (block * 32 % GROUP == 0) {
+                for (int k = 0; k < STEP; k += 64) {
+                    const uint4 w = reinterpret_cast<const uint4*>(here + (k0 + k) * 8)[lane];
+                    uint4 b[MMAS];
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) c[j] = 0.0f;
+                    for (int m = 0; m < MMAS; ++m) b[m] = *reinterpret_cast<const uint4*>(x_lane[m] + (from + k0 + k) * 2);
 #pragma unroll
-                        for (int j = 0; j < 4 * TILES; ++j) d[j / 4][j % 4] = 0.0f;
-                    }
-                    offsets_mma(c, xs[block].bits);
+                    for (int half = 0; half < 2; ++half) {
+                        if ((k + 32 * half) % GROUP == 0) {
 #pragma unroll
-                    for (int r = 0; r < TILES; ++r) {
-                        const unsigned char* tile = here + (r * STEPS + i) * WORD_BYTES;
-                        if (block % 2 == 0) four[r] = reinterpret_cast<const uint4*>(tile + block / 2 * 512)[lane];
-                        const uint4 w = four[r];
-                        fragment_mma(d[r], block % 2 ? w.z : w.x, block % 2 ? w.w : w.y, xs[block].bits);
-                    }
-                    if ((block + 1) * 32 % GROUP == 0) {
-#pragma unroll
-                        for (int r = 0; r < TILES; ++r) {
-                            const unsigned char* line = here + TILES * STEPS * WORD_BYTES +
-                                                        (r * STEPS + i) * SCALE_BYTES + block * 32 / GROUP * 32;
-                            const float2 both = half2_to_float2(reinterpret_cast<const unsigned*>(line)[g]);
-                            sum[r][0] = fmaf(both.x, c[0] + d[r][0], sum[r][0]);  // row g
-                            sum[r][1] = fmaf(both.x, c[1] + d[r][1], sum[r][1]);
-                            sum[r][2] = fmaf(both.y, c[2] + d[r][2], sum[r][2]);  // row g + 8
-                            sum[r][3] = fmaf(both.y, c[3] + d[r][3], sum[r][3]);
+                            for (int i = 0; i < 4 * MMAS; ++i) d[i / 4][i % 4] = 0;
                         }
+                        int a[4];
+                        unpack_bytes(half ? w.z : w.x, a[0], a[2]);  // row g
+                        unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
+#pragma unroll
+                        for (int m = 0; m < MMAS; ++m) {
+                            mma_16x8x32_s8(d[m], a, half ? make_uint2(b[m].z, b[m].w) : make_uint2(b[m].x, b[m].y));
+                        }
+                        if ((k + 32 * half + 32) % GROUP == 0) add_group((k0 + k + 32 * half) / GROUP, d);
                     }
                 }
+            };
+            mbarrier_wait(&full[warp][stage], parity);
+            if (columns == RING_CHUNK) {
+#pragma unroll
+                for (unsigned k0 = 0; k0 < RING_CHUNK; k0 += STEP) take(k0);
+            } else {
+#pragma unroll 1
+                for (unsigned k0 = 0; k0 < columns; k0 += STEP) take(k0);
             }
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) fill(stage);
@@ -135,24 +229,48 @@ __global__ void __launch_bounds__(32 * RING_WARPS, TILES == 1 ? 2 : 1)
                 stage = 0;
                 parity ^= 1;
             }
-        }
 
-        // Two buffers, so one barrier is enough: whoever writes into a buffer again has met, at the barrier between,
-        // everyone who still had to read it.
+            // A warp may have several chunks of a tile; every part of it is written once.
+            const int this_tile = tile, part = chunks > RING_WARPS ? warp : chunk;
+            for (chunk += RING_WARPS; chunk >= chunks; ++tile) chunk -= chunks;
+            if (tile != this_tile) {
+                float* to = partial + ((this_tile - first) * parts + part) * 16 * TOKENS;
 #pragma unroll
-        for (int r = 0; r < TILES; ++r) {
-            *reinterpret_cast<float2*>(&partial[buffer][warp][r][g][2 * t]) = make_float2(sum[r][0], sum[r][1]);
-            *reinterpret_cast<float2*>(&partial[buffer][warp][r][g + 8][2 * t]) = make_float2(sum[r][2], sum[r][3]);
+                for (int m = 0; m < MMAS; ++m) {
+                    if (TOKENS > 1 || t == 0) {
+                        to[g * TOKENS + 4 * m + t] = sum[m][0];
+                        to[(g + 8) * TOKENS + 4 * m + t] = sum[m][1];
+                    }
+                    sum[m][0] = sum[m][1] = 0.0f;
+                }
+            }
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < TILES * 16 * tokens; i += blockDim.x) {
-            const int token = i / (TILES * 16), r = i / 16 % TILES, row = (piece * TILES + r) * 16 + i % 16;
-            if (row >= rows) continue;
-            float total = bias ? bias[row] : 0.0f;
-            for (int other = 0; other < warps; ++other) total += partial[buffer][other][r][i % 16][token];
-            const size_t place = static_cast<size_t>(token) * rows + row;
-            y[place] = residual ? residual[place] + total : total;
+
+        const auto total = [&](int place, int token) {  // of a row of the tiles first ... last
+            float all = 0.0f;
+            for (int part = 0; part < parts; ++part) {
+                all += partial[((place / 16 * parts + part) * 16 + place % 16) * TOKENS + token];
+            }
+            return all * factor;
+        };
+        const int count = (last - first) * 16 / UNIT;
+        for (int i = threadIdx.x; i < count * tokens; i += RING_THREADS) {
+            const int token = i / count, r = i % count;
+            if constexpr (SWIGLU) {
+                const int place = r / 16 * 32 + r % 16;
+                const float gate = total(place, token), up = total(place + 16, token);
+                static_cast<__half*>(y)[static_cast<size_t>(token) * (rows / 2) + first * 8 + r] =
+                    __float2half_rn(gate / (1.0f + expf(-gate)) * up * y_factor);
+            } else {
+                const int row = first * 16 + r;
+                if (row >= rows) continue;
+                const size_t place = static_cast<size_t>(token) * rows + row;
+                float value = total(r, token);
+                if (bias) value += bias[row];
+                static_cast<float*>(y)[place] = residual ? residual[place] + value : value;
+            }
         }
-        buffer ^= 1;
+        if (last < end_tile) __syncthreads();  // before the next sums take the places of these
     }
 }

@@ -361,7 +361,7 @@ def gpu_kernel(tmp_path, monkeypatch):
     driver = ctypes.PyDLL(str(library))
     driver.seen_by_driver.restype = ctypes.POINTER(ctypes.c_longlong)
     raw = SimpleNamespace(kernel=SimpleNamespace(ptr=2**40 + 8), max_dynamic_shared_size_bytes=0)
-    properties = SimpleNamespace(shared_memory_per_block_optin=232448)
+    properties = SimpleNamespace(shared_memory_per_block_optin=232448, major=9)
     monkeypatch.setattr(launch, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -6,8 +6,8 @@
 //     bit   28   24   20   16   12    8    4    0
 //         | v7 | v5 | v3 | v1 | v6 | v4 | v2 | v0 |
 //
-// Layout 2, "fragment": the same word turned left by two bits, and the words in the order in which the lanes of a warp
-// hold the A fragment of `mma`: see csrc/int4_gemm.cu.
+// Layout 2, "fragment": the same words, in the order in which the lanes of a warp hold the A fragment of `mma`: see
+// csrc/int4_gemm.cu.
 #pragma once
 #include "bits.cuh"
 #include "format.cuh"
@@ -68,14 +68,14 @@ __device__ __forceinline__ void unpack_magic(unsigned word, __half2 (&pairs)[4])
     pairs[3] = __hfma2(as_half2(lop3<AND_XOR>(upper, 0x00f000f0u, 0x54805480u)), sixtyfourth, high);
 }
 
-// An octet of layout 2 as four half2 *with offsets*: pairs 0 and 2 hold 264 + v, pairs 1 and 3 hold 24 + v.
-// Turned by two bits, the nibbles lie under the exponents of 256 and of 16; one rotation brings the other four there.
-constexpr unsigned MINUS_264 = 0xdc20dc20u, MINUS_24 = 0xce00ce00u;  // each twice, as halves
-__device__ __forceinline__ void unpack_fragment(unsigned word, unsigned (&pairs)[4]) {
+// The octet as four half2 *with offsets*: pairs 0 and 2 hold 1024 + q, pairs 1 and 3 hold 64 + q, where q = v + 8: what
+// unpack_magic has before its fma.
+constexpr unsigned MINUS_1032 = 0xe408e408u, MINUS_72 = 0xd480d480u;  // each twice, as halves
+__device__ __forceinline__ void unpack_offset(unsigned word, unsigned (&pairs)[4]) {
     constexpr int AND_XOR = (0xf0 & 0xcc) ^ 0xaa;
-    const unsigned turned = __funnelshift_r(word, word, 8);
-    pairs[0] = lop3<AND_XOR>(word, 0x003c003cu, 0x5c205c20u);
-    pairs[1] = lop3<AND_XOR>(word, 0x03c003c0u, 0x4e004e00u);
-    pairs[2] = lop3<AND_XOR>(turned, 0x003c003cu, 0x5c205c20u);
-    pairs[3] = lop3<AND_XOR>(turned, 0x03c003c0u, 0x4e004e00u);
+    const unsigned upper = word >> 8;
+    pairs[0] = lop3<AND_XOR>(word, 0x000f000fu, 0x64086408u);
+    pairs[1] = lop3<AND_XOR>(word, 0x00f000f0u, 0x54805480u);
+    pairs[2] = lop3<AND_XOR>(upper, 0x000f000fu, 0x64086408u);
+    pairs[3] = lop3<AND_XOR>(upper, 0x00f000f0u, 0x54805480u);
 }

@@ -25,6 +25,15 @@ __device__ __forceinline__ void mma_16x8x16_bf16(float (&d)[4], const unsigned (
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// d += a * b for a 16x32 tile and a 32x8 tile of signed bytes, sums in int, exact on both machines. Four numbers to a word:
+//     a[0] = A[g][4t ... 4t + 3], a[1] the same of g + 8, a[2], a[3] those of columns 16 + 4t ...;   d as above
+//     b.x = B[4t ... 4t + 3][g], b.y = B[16 + 4t ...][g]
+__device__ __forceinline__ void mma_16x8x32_s8(int (&d)[4], const int (&a)[4], uint2 b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
 // Four 8x8 tiles of 16-bit numbers from shared memory into the layout above. Lane i gives the address of row i % 8 of
 // tile i / 8; it gets, of each tile, the numbers [lane / 4][2t, 2t + 1].
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {

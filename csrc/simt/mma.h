@@ -39,6 +39,34 @@ template <bool bf16> SIMT_UNSEEN void mma_16x8x16(void** lanes) {
     }
 }
 
+struct BytesPiece {
+    int d[4], a[4];
+    unsigned b[2];
+};
+SIMT_UNSEEN inline void mma_16x8x32_s8(void** lanes) {
+    signed char A[16][32], B[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const BytesPiece* p = static_cast<const BytesPiece*>(lanes[lane]);
+        if (!p) continue;
+        int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 6; ++i) {
+            for (int k = 0; k < 4; ++k) {
+                signed char v = (signed char)((i < 4 ? unsigned(p->a[i]) : p->b[i - 4]) >> 8 * k);
+                if (i < 4) A[g + 8 * (i & 1)][4 * t + k + 16 * (i >> 1)] = v;
+                else B[4 * t + k + 16 * (i - 4)][g] = v;
+            }
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        BytesPiece* p = static_cast<BytesPiece*>(lanes[lane]);
+        if (!p) continue;
+        for (int i = 0; i < 4; ++i) {
+            int row = lane / 4 + 8 * (i >> 1), column = 2 * (lane % 4) + (i & 1);
+            for (int k = 0; k < 32; ++k) p->d[i] += A[row][k] * B[k][column];
+        }
+    }
+}
+
 struct RowPiece {
     uint4 row;
     unsigned out[4];
@@ -85,6 +113,11 @@ inline __attribute__((always_inline)) void mma_16x8x16_f16(float (&d)[4], const 
 inline __attribute__((always_inline)) void mma_16x8x16_bf16(float (&d)[4], const unsigned (&a)[4],
                                                             const unsigned (&b)[2], SIMT_PLACE) {
     simt::mma(d, a, b, simt::mma_16x8x16<true>, file, line);
+}
+inline __attribute__((always_inline)) void mma_16x8x32_s8(int (&d)[4], const int (&a)[4], uint2 b, SIMT_PLACE) {
+    simt::BytesPiece mine = {{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b.x, b.y}};
+    simt_warp_together(0xffffffffu, &mine, simt::mma_16x8x32_s8, "mma", file, line);
+    for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
 }
 inline __attribute__((always_inline)) void ldmatrix_x4(unsigned (&r)[4], const void* row, SIMT_PLACE) {
     simt::ldmatrix(r, row, simt::spread_rows<false>, file, line);

@@ -74,6 +74,7 @@ class Program:
         args: Sequence,
         *,
         shared_bytes: int = 0,
+        pdl: bool = False,
         outputs: Sequence[int | str] = (),
     ) -> None:
         """Run a kernel over `grid` blocks of `block` threads; on CUDA this returns before it has run.
@@ -81,6 +82,8 @@ class Program:
         Args:
             args: tensors of `device` and numbers, as the kernel's parameters are.
             shared_bytes: of the `extern __shared__` array.
+            pdl: programmatic dependent launch (sm_90): the kernel may start while the one before it still runs, and
+                calls `wait_for_predecessor` before it touches what that one writes or reads.
             outputs: parameters, by name or place, that the kernel writes and whose old contents mean nothing: an
                 observed launch fills them with NaN and reports what stays unwritten.
 
@@ -95,7 +98,7 @@ class Program:
             self._forget()
         if device.type == "cuda":
             kernel = self._gpu.get((name, device.index)) or self._gpu_kernel(name, _index(device))
-            kernel.launch(grid, block, args, shared_bytes)
+            kernel.launch(grid, block, args, shared_bytes, pdl)
             return
         if device.type != "cpu":
             raise RuntimeError(f"kernels run on CUDA and CPU tensors, not on {device}")
@@ -174,6 +177,15 @@ class Program:
         return simt.CompileError(message, file, line, output)
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute; `value` is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_uint), ("_", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+_PDL = _LaunchAttribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+
+
 class _LaunchConfig(ctypes.Structure):
     """The driver's CUlaunchConfig."""
 
@@ -204,7 +216,8 @@ class _GpuKernel:
         self.addresses = (ctypes.c_void_p * max(1, len(params)))(*(base + 8 * i for i in range(len(params))))
         self.pointers = [i for i, kind in enumerate(params) if kind == "p"]
         self.pack_into = struct.Struct("=" + "".join(_PACKED[kind] for kind in params)).pack_into
-        self.shared_limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties = torch.cuda.get_device_properties(device)
+        self.shared_limit, self.has_pdl = properties.shared_memory_per_block_optin, properties.major >= 9
         self.shared_allowed = 48 * 1024
         self.several_gpus = torch.cuda.device_count() > 1
         self.current_stream = torch._C._cuda_getCurrentRawStream
@@ -212,12 +225,12 @@ class _GpuKernel:
         self.configs: dict[tuple, object] = {}
         self.lock = threading.Lock()
 
-    def launch(self, grid, block, args: Sequence, shared_bytes: int) -> None:
+    def launch(self, grid, block, args: Sequence, shared_bytes: int, pdl: bool) -> None:
         stream = self.current_stream(self.device)
         try:
-            config = self.configs[grid, block, shared_bytes, stream]
+            config = self.configs[grid, block, shared_bytes, pdl, stream]
         except (KeyError, TypeError):  # new, or a list, which is no key
-            config = self._config(grid, block, shared_bytes, stream)
+            config = self._config(grid, block, shared_bytes, pdl, stream)
         with self.lock:
             try:
                 values = list(args)
@@ -249,14 +262,17 @@ class _GpuKernel:
             status = self.driver_launch(config, self.function, self.addresses, None)
         return status
 
-    def _config(self, grid, block, shared_bytes: int, stream: int):
+    def _config(self, grid, block, shared_bytes: int, pdl: bool, stream: int):
         grid3, block3 = simt.launch_shape(grid, block, shared_bytes, self.shared_limit)
         if shared_bytes > self.shared_allowed:
             self.raw.max_dynamic_shared_size_bytes = self.shared_allowed = shared_bytes
         if len(self.configs) >= _CONFIGS_KEPT:
             self.configs.clear()
         config = _LaunchConfig((ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), shared_bytes, stream)
-        self.configs[_key(grid), _key(block), shared_bytes, stream] = reference = ctypes.byref(config)
+        if pdl and self.has_pdl:
+            self.raw.preferred_shared_memory_carveout = 100  # kernels that split an SM's memory otherwise do not overlap
+            config.attributes, config.attribute_count = ctypes.addressof(_PDL), 1
+        self.configs[_key(grid), _key(block), shared_bytes, pdl, stream] = reference = ctypes.byref(config)
         return reference
 
 
