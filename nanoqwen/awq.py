@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanoqwen.checkpoint import Header, find_shards, match, read_headers, read_tensors
 from nanoqwen.config import ModelConfig, read_object
+from nanoqwen.packing import FRAGMENT, pack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of a word's eight stands in nibble ORDER[j]
 GROUPS = (32, 64, 128)
@@ -38,6 +39,17 @@ class AwqLinear:
     def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
         """The weight (out, in) that `nn.Linear` holds, by `dequantize_reference`."""
         return dequantize_reference(self.qweight, self.qzeros, self.scales, dtype)
+
+    def repack(self, layout: int = FRAGMENT) -> tuple[Tensor, Tensor, Tensor]:
+        """The same numbers as our kernels take them: words of `layout`, scales and zero-points (out, in / group).
+
+        Values and zero-points, here −8…7 (int8), are AWQ's 0…15 less 8: their differences are the same.
+
+        Raises:
+            ValueError: inputs that do not fill the tiles of the layout.
+        """
+        values, zeros = ((unpack(words) - 8).to(torch.int8).T.contiguous() for words in (self.qweight, self.qzeros))
+        return pack(values, layout), self.scales.T.contiguous(), zeros
 
 
 @dataclass(frozen=True)

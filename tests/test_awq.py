@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import TOY, random_weights, save_tokenizer, save_toy, toy_tokenizer, transformers_twin
 
-from nanoqwen import awq, models, reference
+from nanoqwen import awq, models, packing, reference
 from nanoqwen.awq import dequantize_reference, is_awq, open_awq, unpack
+from nanoqwen.packing import LAYOUTS
 
 PROMPT = torch.tensor([[5, 200, 31, 7, 256]])
 QUANTISED = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -88,6 +89,21 @@ def test_each_column_stands_in_its_own_nibble():
         nibble = awq.ORDER[column]
         assert pack(values).item() & 0xFFFFFFFF == 0xF << 4 * nibble
         assert unpack(pack(values))[0].tolist() == values[0].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_repacked_words_mean_the_same_weights(group, layout):
+    rng = np.random.default_rng(group)
+    q, z = rng.integers(0, 16, (256, 40)), rng.integers(0, 16, (256 // group, 40))
+    s = torch.from_numpy(rng.normal(size=z.shape).astype(np.float16))
+    linear = awq.AwqLinear(pack(q), pack(z), s, None, group)
+    words, scales, zeros = linear.repack(layout)
+    assert scales.shape == zeros.shape == (40, 256 // group) and zeros.dtype == torch.int8
+    assert torch.equal(zeros, torch.from_numpy(z.T - 8).to(torch.int8))
+    values = packing.unpack(words, layout, 40).double()
+    grouped = values.unflatten(1, (-1, group)) - zeros[..., None]
+    assert torch.equal((grouped * scales.double()[..., None]).flatten(1), linear.dequantize(torch.float32).double())
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
