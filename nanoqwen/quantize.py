@@ -395,7 +395,9 @@ def check_finite(model: nn.Module) -> Iterator[None]:
             raise ValueError(f"{name} gave {kind} in {y.dtype}; its largest input was {x.abs().amax():.4g}: {way}")
 
     hooks = [
-        part.register_forward_hook(lambda _, x, y, name=name: look(name, x[0], y))
+        part.register_forward_hook(
+            lambda _, args, named, y, name=name: look(name, *args, *named.values(), y), with_kwargs=True
+        )
         for name, part in model.named_modules()
         if isinstance(part, nn.Linear | QuantizedLinear)
     ]

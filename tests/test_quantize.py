@@ -365,7 +365,7 @@ def test_a_large_row_is_finite_in_bf16_and_the_finite_check_names_it_in_fp16():
         twin.model.layers[0].mlp(normal(1, 3, 128).half())
     part = nn.Sequential(layer)
     with pytest.raises(ValueError, match=r"^0 gave NaN .* look at the layers before it"), q.check_finite(part):
-        part(x.half() * float("nan"))
+        part[0](x=x.half() * float("nan"))
 
 
 def test_what_the_kernels_keep_follows_the_layer():
@@ -452,6 +452,20 @@ def test_a_whole_model_runs_through_the_kernels(tokens, bias, called):
     alike = twin.to(torch.bfloat16)(ids)
     ours, theirs = ((logits.float() - want).norm() / want.norm() for logits in (half(ids), alike))
     assert ours < 1.5 * theirs + 1e-3
+
+
+def test_a_model_with_a_value_past_fp16_is_finite_and_right_through_the_kernels():
+    """N1: the residual stream carries it through the layers after, and the norm brings it back."""
+    twin = quantize_model(toy(), 64).bfloat16()
+    twin.model.layers[0].mlp.down_proj.scales *= 300
+    twin.model.layers[0].mlp.up_proj.scales *= 300
+    seen = []
+    twin.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, x, y: seen.append(y.abs().max().item()))
+    ids = torch.arange(5, 13)[None]
+    want = twin(ids)
+    got = use_kernels(twin)(ids)
+    assert max(seen) > 65504 and got.isfinite().all()
+    assert (got.float() - want.float()).norm() / want.float().norm() < 0.02
 
 
 def test_a_model_decodes_through_the_kernels_and_reads_its_prompt_through_the_library(called):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
 from nanoqwen.kernels.launch import Program
-from nanoqwen.packing import FRAGMENT, GROUP_SIZES, VALUE_SHUFFLE, layout_of
+from nanoqwen.packing import FRAGMENT, VALUE_SHUFFLE, group_of, layout_of
 
 LAYOUTS = (VALUE_SHUFFLE, FRAGMENT)
 
@@ -63,15 +63,9 @@ def int4_dequantize(
         raise ValueError(f"K = {cols} columns; layout {layout_of(layout).name} packs {wide} at a time")
     if have * cols >= 2**34:
         raise ValueError(f"words hold {have} × {cols} weights; they must be fewer than 2**34")
-    form = (have,) if tall == 1 else (have // tall,)
-    rest = () if tall == 1 else (tall,)
-    check_tensor("scales", scales, (*form, "cols / group", *rest), (torch.float16,), device)
-    groups = scales.shape[1]
-    if cols % groups or cols // groups not in GROUP_SIZES:
-        raise ValueError(
-            f"scales have {groups} groups for K = {cols} columns; a group must be one of "
-            f"{', '.join(map(str, GROUP_SIZES))} and divide K"
-        )
+    form = (have // tall, "cols / group", tall) if layout == FRAGMENT else (have, "cols / group")
+    check_tensor("scales", scales, form, (torch.float16,), device)
+    group = group_of(cols, scales.shape[1])
     if zeros is not None:
         check_tensor("zeros", zeros, tuple(scales.shape), (torch.float16,), device)
     dtype = dtype or (torch.float16 if out is None else out.dtype)
@@ -85,7 +79,7 @@ def int4_dequantize(
             if tensor is not None and overlap(out, tensor):
                 raise ValueError(f"out overlaps {name}; blocks would read what others have already written")
     count = words.numel()
-    args = (words, scales, zeros, out, rows, cols, cols // groups, count)
+    args = (words, scales, zeros, out, rows, cols, group, count)
     name = f"int4_dequantize<{_C_NAMES[dtype]}, {layout}>"
     _PROGRAM.launch(name, device, -(-count // _WORDS_PER_BLOCK), 128, args, outputs=("out",))
     return out

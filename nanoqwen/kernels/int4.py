@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
 from nanoqwen.kernels.launch import Program
-from nanoqwen.packing import FRAGMENT, GROUP_SIZES, VALUE_SHUFFLE, layout_of
+from nanoqwen.packing import FRAGMENT, GROUP_SIZES, VALUE_SHUFFLE, group_of, layout_of
 
 MAX_TOKENS = 8  # columns of the tensor cores' tile
 H200_SMS = 132
@@ -266,7 +266,7 @@ def _tiled(name, words, scales, x, out, rows, bias, residual, layout) -> tuple[i
     if not padded - 16 < rows <= padded:
         raise ValueError(f"rows is {rows}; words with {padded} rows, in tiles of 16, hold {padded - 15} to {padded}")
     check_tensor("scales", scales, (padded // 16, "cols / group", 16), _HALF, device, ALIGNMENT)
-    group = _group(cols, scales.shape[1])
+    group = group_of(cols, scales.shape[1])
     _check_size(padded, cols)
 
     flat = not (isinstance(x, Tensor) and x.dim() == 2)
@@ -308,7 +308,7 @@ def _matrix(
     cols = 8 * octets
     _check_cols(cols, 32, "16-byte loads")
     check_tensor("scales", scales, (rows, "cols / group"), _HALF, device)
-    group = _group(cols, scales.shape[1])
+    group = group_of(cols, scales.shape[1])
     check_tensor("x", x, (cols,), _HALF, device, ALIGNMENT)
     _check_size(rows, cols)
     if out is None:
@@ -334,16 +334,6 @@ def _check_cols(cols: int, multiple: int, why: str) -> None:
 def _check_size(rows: int, cols: int) -> None:
     if rows >= 2**31 or cols >= 2**27:
         raise ValueError(f"the matrix has {rows} rows and {cols} columns; the limits are 2**31 and 2**27")
-
-
-def _group(cols: int, groups: int) -> int:
-    group = cols // groups if cols % groups == 0 else None
-    if group not in GROUP_SIZES:
-        raise ValueError(
-            f"scales have {groups} groups for K = {cols} columns; a group must be one of "
-            f"{', '.join(map(str, GROUP_SIZES))} and divide K"
-        )
-    return group
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device, inputs: dict[str, Tensor | None]) -> None:
