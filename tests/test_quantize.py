@@ -378,6 +378,9 @@ def test_what_the_kernels_keep_follows_the_layer():
     layer.scales = layer.scales / 2  # another tensor
     layer.bias = layer.bias / 2
     assert torch.equal(layer(x), first)
+    layer.scales *= 1  # as often changed as the copy will be
+    layer.bias *= 1
+    assert torch.equal(layer(x), first)
     twin = copy.deepcopy(layer)
     twin.scales *= 4
     twin.bias *= 4
