@@ -1,11 +1,13 @@
 // INT4 weights times up to eight tokens, on tensor cores.                           lesson 04
 //
-//   y[n, r] = sum over k of q[r, k] * scale[r, k / group] * x[n, k]  (+ bias[r]) (+ residual[n, r])
+//   y[n, r] = sum over k of (q[r, k] - z[r, k / group]) * scale[r, k / group] * x[n, k]  (+ bias[r]) (+ residual[n, r])
 //
 //   words: layout 2; scales (rows / 16, cols / group, 16) half, place 2 g + h of a sixteen is row g + 8 h;
+//   zero-points z, where there are any (ZEROS), as the scales, whole numbers -8 ... 7;
 //   x (tokens, cols) half; bias (rows), residual and y (tokens, rows) float
 //
-// Must move:  rows * cols / 2 + rows * cols / group * 2 + tokens * (cols * 2 + rows * 4) bytes, each once.
+// Must move:  rows * cols / 2 + rows * cols / group * 2 (4 with zero-points) + tokens * (cols * 2 + rows * 4) bytes,
+//             each once.
 // Launch:     ceil(rows / (16 * TILES)) blocks of 32 * WARPS threads. cols is a multiple of 64 and of GROUP.
 // Sums:       fp32, in the tensor cores within a group and by hand across groups.
 // Teaches:    who multiplies matters less than who unpacks: a tensor core takes halves as they come, 512 weights in two
@@ -31,10 +33,12 @@
 
 // A warp takes TILES tiles of 16 rows, which share each load of x and the mma that takes the offsets off; the WARPS of a
 // block share the columns.
-template <int GROUP, int WARPS, int TILES>
+// A zero-point is the same for a whole group: it is taken off times the sum of x over the group, which two more mma give.
+template <int GROUP, int WARPS, int TILES, bool ZEROS>
 __global__ void __launch_bounds__(32 * WARPS)
-    int4_gemm_mma(const unsigned* __restrict__ words, const __half* __restrict__ scales, const __half* __restrict__ x,
-                  const float* bias, const float* residual, float* y, int tokens, int rows, int cols) {
+    int4_gemm_mma(const unsigned* __restrict__ words, const __half* __restrict__ scales,
+                  const __half* __restrict__ zeros, const __half* __restrict__ x, const float* bias,
+                  const float* residual, float* y, int tokens, int rows, int cols) {
     static_assert(is_group_size<GROUP>, "scales of this group size are not what the packer writes");
     constexpr int STEP = GROUP < 64 ? 64 : GROUP;  // columns that a warp takes at a time
     constexpr int LOADS = STEP / 64;
@@ -50,7 +54,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     float sum[TILES][4] = {};
     for (int s0 = warp; s0 < steps; s0 += WARPS * AHEAD) {
         uint4 w[AHEAD][TILES][LOADS];
-        unsigned scale[AHEAD][TILES][SCALES];
+        unsigned scale[AHEAD][TILES][SCALES], zero[AHEAD][TILES][SCALES];
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
             const int s = s0 + a * WARPS;
@@ -64,8 +68,9 @@ __global__ void __launch_bounds__(32 * WARPS)
                 }
 #pragma unroll
                 for (int i = 0; i < SCALES; ++i) {
-                    const __half* both = scales + (tile * (cols / GROUP) + s * SCALES + i) * 16 + 2 * g;
-                    scale[a][r][i] = *reinterpret_cast<const unsigned*>(both);
+                    const size_t both = (tile * (cols / GROUP) + s * SCALES + i) * 16 + 2 * g;
+                    scale[a][r][i] = *reinterpret_cast<const unsigned*>(scales + both);
+                    if constexpr (ZEROS) zero[a][r][i] = *reinterpret_cast<const unsigned*>(zeros + both);
                 }
             }
         }
@@ -78,16 +83,17 @@ __global__ void __launch_bounds__(32 * WARPS)
             for (int block = 0; block < 2 * LOADS; ++block) {
                 xs[block] = has_token ? load_pack(x_lane + s * STEP + block * 32) : zero_pack<__half>();
             }
-            float c[4], d[TILES][4];
+            float c[4], d[TILES][4], total[4];
 #pragma unroll
             for (int block = 0; block < 2 * LOADS; ++block) {  // of 32 columns
                 if (block * 32 % GROUP == 0) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) c[i] = 0.0f;
+                    for (int i = 0; i < 4; ++i) c[i] = total[i] = 0.0f;
 #pragma unroll
                     for (int i = 0; i < 4 * TILES; ++i) d[i / 4][i % 4] = 0.0f;
                 }
                 offsets_mma(c, xs[block].bits);
+                if constexpr (ZEROS) total_mma(total, xs[block].bits);
 #pragma unroll
                 for (int r = 0; r < TILES; ++r) {
                     const uint4 four = w[a][r][block / 2];
@@ -97,6 +103,13 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
                     for (int r = 0; r < TILES; ++r) {
                         const float2 both = half2_to_float2(scale[a][r][block * 32 / GROUP]);
+                        if constexpr (ZEROS) {
+                            const float2 z = half2_to_float2(zero[a][r][block * 32 / GROUP]);
+                            d[r][0] = fmaf(-z.x, total[0], d[r][0]);
+                            d[r][1] = fmaf(-z.x, total[1], d[r][1]);
+                            d[r][2] = fmaf(-z.y, total[2], d[r][2]);
+                            d[r][3] = fmaf(-z.y, total[3], d[r][3]);
+                        }
                         sum[r][0] = fmaf(both.x, c[0] + d[r][0], sum[r][0]);  // row g
                         sum[r][1] = fmaf(both.x, c[1] + d[r][1], sum[r][1]);
                         sum[r][2] = fmaf(both.y, c[2] + d[r][2], sum[r][2]);  // row g + 8

@@ -1,4 +1,5 @@
-"""AWQ checkpoints: read with the same care as any other, and made into weights that the reference decoder runs.
+"""AWQ checkpoints: read with the same care as any other, and made into weights that the reference decoder runs:
+dequantised, or packed for our kernels.
 
 AWQ (Lin et al., 2023, arXiv 2306.00978) stores a projection y = W x + b as
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from nanoqwen.checkpoint import Header, find_shards, match, read_headers, read_tensors
 from nanoqwen.config import ModelConfig, read_object
+from nanoqwen.packing import FRAGMENT, VALUE_SHUFFLE, layout_of, pack
+from nanoqwen.quantize import QuantizedLinear
+from nanoqwen.reference import Qwen2
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of a word's eight stands in nibble ORDER[j]
 GROUPS = (32, 64, 128)
@@ -38,6 +42,17 @@ class AwqLinear:
     def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
         """The weight (out, in) that `nn.Linear` holds, by `dequantize_reference`."""
         return dequantize_reference(self.qweight, self.qzeros, self.scales, dtype)
+
+    def repack(self, layout: int = FRAGMENT) -> tuple[Tensor, Tensor, Tensor]:
+        """The same numbers as our kernels take them: words of `layout`, scales and zero-points (out, in / group).
+
+        Values and zero-points, here −8…7 (int8), are AWQ's 0…15 less 8: their differences are the same.
+
+        Raises:
+            ValueError: inputs that do not fill the tiles of the layout.
+        """
+        values, zeros = ((unpack(words) - 8).to(torch.int8).T.contiguous() for words in (self.qweight, self.qzeros))
+        return pack(values, layout), self.scales.T.contiguous(), zeros
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ class AwqCheckpoint:
         bases = projections(self.config)
         names = [name for name in self.config.weight_shapes() if name.rpartition(".")[0] not in bases]
         tensors = read_tensors({name: self.files[name] for name in names})
-        return {name: tensors[name].to(device, dtype) for name in names}
+        return {name: tensors[name].to(device).to(dtype) for name in names}
 
     def weights(self, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu") -> dict[str, Tensor]:
         """Every weight dequantised, under the names and with the shapes of `config.weight_shapes()`.
@@ -102,6 +117,35 @@ class AwqCheckpoint:
             if linear.bias is not None:
                 weights[f"{base}.bias"] = linear.bias.to(device, dtype)
         return {name: weights[name] for name in self.config.weight_shapes()}
+
+    def model(self, dtype: torch.dtype = torch.float16, device: str | torch.device = "cpu") -> Qwen2:
+        """The decoder with its projections packed, in the layout of our kernels (`QuantizedLinear`).
+
+        Args:
+            dtype: of the other weights and of the arithmetic.
+
+        Raises:
+            ValueError: as `linears`.
+        """
+        state = self.rest(dtype, device)
+        with torch.device("meta"):
+            model = Qwen2(self.config)
+        for base, packed in self.linears(device).items():
+            old = model.get_submodule(base)
+            cols, rows, bias = old.in_features, old.out_features, packed.bias is not None
+            layout = FRAGMENT if cols % layout_of(FRAGMENT).tile[1] == 0 else VALUE_SHUFFLE
+            layer = QuantizedLinear(cols, rows, bias, self.group, 4, layout, dtype, "meta", zeros=True)
+            model.set_submodule(base, layer)
+            parts = dict(zip(("words", "scales", "zeros"), packed.repack(layout), strict=True))
+            parts |= {"bias": packed.bias.to(dtype)} if bias else {}
+            state |= {f"{base}.{part}": tensor for part, tensor in parts.items()}
+        tied = self.config.tie_word_embeddings
+        if tied:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        model.load_state_dict(state, assign=True)
+        if tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model.requires_grad_(False).eval()
 
 
 def unpack(words: Tensor) -> Tensor:

@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete code, streaming; times at the end")
     generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    generate.add_argument("--model", help="a name, a Hugging Face folder or a GGUF file (default: the 0.5B, else tiny)")
+    generate.add_argument(
+        "--model", help="a name, a Hugging Face folder, a GGUF or a .nanoqwen file (default: the 0.5B, else tiny)"
+    )
     form = generate.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="the prompt is a message to the assistant")
     form.add_argument(
@@ -212,17 +214,18 @@ def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
     """TTFT, TPOT and MBU, in words. The first token waits for the whole prompt; each later one is a decode step."""
     from nanoqwen.hardware import read_ceiling
     from nanoqwen.ledger import CeilingError, ledger, mbu
+    from nanoqwen.quantize import bytes_saved
     from nanoqwen.timing import percentiles
 
     if not times:
         return "no token was generated"
-    weight = model.lm_head.weight
+    weight = model.model.embed_tokens.weight
     words = f"TTFT {1e3 * times[0]:.1f} ms for {prompt_tokens} prompt tokens"
     if len(times) < 2:
         return words
     tpot = percentiles(times[1:]).p50
     depth = prompt_tokens + len(times) // 2
-    nbytes = ledger(model.config, weight.dtype, depth).total
+    nbytes = ledger(model.config, weight.dtype, depth).total - bytes_saved(model, weight.dtype)
     words += f" · TPOT {1e3 * tpot:.2f} ms (median of {len(times) - 1}), {1 / tpot:.1f} tokens/s"
     words += f" · {nbytes / 1e6:,.0f} MB a token at {nbytes / tpot / 1e9:.1f} GB/s"
     ceiling = read_ceiling(weight.device).rate

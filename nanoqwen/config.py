@@ -96,10 +96,8 @@ class ModelConfig:
                 raise ValueError(f"{where}: {key} is {values[key]!r}; it must be an object or null")
         if values.get("quantization_config"):
             method = values["quantization_config"].get("quant_method", "unknown")
-            raise ValueError(
-                f"{where}: the weights are quantised (quant_method {method!r}); "
-                "use the checkpoint's bf16 or fp16 release"
-            )
+            way = "nanoqwen.models.load runs them" if method == "awq" else "use the checkpoint's bf16 or fp16 release"
+            raise ValueError(f"{where}: the weights are quantised (quant_method {method!r}); {way}")
         rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":

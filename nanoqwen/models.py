@@ -2,7 +2,7 @@
 
 import torch
 
-from nanoqwen import reference
+from nanoqwen import packfile, reference
 from nanoqwen.awq import is_awq, open_awq
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import ModelConfig
@@ -16,8 +16,9 @@ def load(
     """The reference decoder and tokenizer of a model.
 
     Args:
-        name: a name such as `qwen2.5-coder-0.5b` or `nanoqwen-tiny`, a Hugging Face folder (AWQ weights
-            are dequantised) or a GGUF file; None takes the 0.5B where it has been fetched, else the tiny model.
+        name: a name such as `qwen2.5-coder-0.5b` or `nanoqwen-tiny`, a Hugging Face folder, a GGUF file or a
+            `.nanoqwen` file; None takes the 0.5B where it has been fetched, else the tiny model. AWQ weights stay
+            packed on a GPU, whose kernels read them so; on a CPU they are dequantised, once.
         dtype: of the weights and of the arithmetic.
 
     Raises:
@@ -25,9 +26,14 @@ def load(
         ValueError: its files are not a whole, readable Qwen2 checkpoint; the message names what is wrong.
     """
     path = find_model(name)
+    if path.suffix == packfile.SUFFIX and path.is_file():
+        return packfile.load(path, dtype, device)
     checkpoint = open_awq(path) if is_awq(path) else open_checkpoint(path)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_path)
-    model = reference.build(checkpoint.config, checkpoint.weights(dtype, device))
+    if is_awq(path) and torch.device(device).type == "cuda":
+        model = checkpoint.model(dtype, device)
+    else:
+        model = reference.build(checkpoint.config, checkpoint.weights(dtype, device))
     model.num_tokens = min(tokenizer.num_tokens, checkpoint.config.vocab_size)
     return model, tokenizer
 

@@ -33,6 +33,7 @@ from nanoqwen.quantize import HEAD, PROJECTIONS, QuantizedLinear
 from nanoqwen.reference import Qwen2
 from nanoqwen.tokenizer import Tokenizer
 
+SUFFIX = ".nanoqwen"
 MAGIC = b"NANOQWEN"
 VERSION = 1
 HEADER_BYTES = 256
@@ -366,7 +367,10 @@ class PackFile:
                 raise ValueError(f"{self.path}: {str(error).replace(folder + os.sep, '')}") from None
 
     def model(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Qwen2:
-        """The decoder with quantised layers. `dtype` is that of the other weights and of the arithmetic."""
+        """The decoder with quantised layers. `dtype` is that of the other weights and of the arithmetic.
+
+        A GPU gets the payloads straight from the mapped file; there its words are brought into its kernels' layout.
+        """
         plan, dtype = self.plan, dtype or self.plan.dtype
         with torch.device("meta"):
             model = Qwen2(plan.config)
@@ -377,13 +381,17 @@ class PackFile:
         state = {}
         for entry in self.entries.values():
             if entry.kind != FILE:
-                state[entry.name] = self.tensor(entry.name).to(device, dtype if entry.kind == TENSOR else None)
+                tensor = self.tensor(entry.name).to(device)  # first, so that nothing is copied on the host
+                state[entry.name] = tensor.to(dtype) if entry.kind == TENSOR else tensor
         tied = plan.config.tie_word_embeddings and plan.head_bits == 16
         if tied:
             state[_HEAD_WEIGHT] = state[_EMBEDDING]
         model.load_state_dict(state, assign=True)
         if tied:
             model.lm_head.weight = model.model.embed_tokens.weight
+        for layer in model.modules():
+            if isinstance(layer, QuantizedLinear) and layer.bits == 4 and layer.words.is_cuda:
+                layer.relayout(quantize.best_layout(layer.in_features, layer.words.device))
         return model.requires_grad_(False).eval()
 
 

@@ -116,6 +116,21 @@ def layout_of(id: int) -> Layout:
     return LAYOUTS[id]
 
 
+def group_of(cols: int, groups: int) -> int:
+    """Columns that share a scale, where a row of `cols` has `groups` of them.
+
+    Raises:
+        ValueError: that is no group size.
+    """
+    group = cols // groups if cols % groups == 0 else None
+    if group not in GROUP_SIZES:
+        raise ValueError(
+            f"scales have {groups} groups for K = {cols} columns; a group must be one of "
+            f"{', '.join(map(str, GROUP_SIZES))} and divide K"
+        )
+    return group
+
+
 def words_shape(rows: int, cols: int, layout: int) -> tuple[int, int]:
     """The shape of a matrix of `rows` × `cols` values in words.
 

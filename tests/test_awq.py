@@ -10,8 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import TOY, random_weights, save_tokenizer, save_toy, toy_tokenizer, transformers_twin
 
-from nanoqwen import awq, models, reference
+from nanoqwen import awq, models, packing, reference
 from nanoqwen.awq import dequantize_reference, is_awq, open_awq, unpack
+from nanoqwen.checkpoint import open_checkpoint
+from nanoqwen.kernels import int4_gemm_mma
+from nanoqwen.packing import FRAGMENT, LAYOUTS, tile_scales
+from nanoqwen.quantize import QuantizedLinear, use_kernels
 
 PROMPT = torch.tensor([[5, 200, 31, 7, 256]])
 QUANTISED = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -88,6 +92,21 @@ def test_each_column_stands_in_its_own_nibble():
         nibble = awq.ORDER[column]
         assert pack(values).item() & 0xFFFFFFFF == 0xF << 4 * nibble
         assert unpack(pack(values))[0].tolist() == values[0].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_repacked_words_mean_the_same_weights(group, layout):
+    rng = np.random.default_rng(group)
+    q, z = rng.integers(0, 16, (256, 40)), rng.integers(0, 16, (256 // group, 40))
+    s = torch.from_numpy(rng.normal(size=z.shape).astype(np.float16))
+    linear = awq.AwqLinear(pack(q), pack(z), s, None, group)
+    words, scales, zeros = linear.repack(layout)
+    assert scales.shape == zeros.shape == (40, 256 // group) and zeros.dtype == torch.int8
+    assert torch.equal(zeros, torch.from_numpy(z.T - 8).to(torch.int8))
+    values = packing.unpack(words, layout, 40).double()
+    grouped = values.unflatten(1, (-1, group)) - zeros[..., None]
+    assert torch.equal((grouped * scales.double()[..., None]).flatten(1), linear.dequantize(torch.float32).double())
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -185,6 +204,62 @@ def test_models_load_dequantises_it(tmp_path):
     model, tokenizer = models.load(str(tmp_path), torch.float16)
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, held[f"{Q}.weight"])
     assert tokenizer.decode(tokenizer.encode("def f():")) == "def f():"
+
+
+@pytest.mark.parametrize("config, group", [(TOY, 32), (WIDE, 128)], ids=["32", "128"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_projections_run_as_the_dequantised_ones_do(tmp_path, config, group, tied):
+    config = replace(config, tie_word_embeddings=tied)
+    held = save_awq(tmp_path, config, group, random_weights(config, bias=5.0))
+    checkpoint = open_awq(tmp_path)
+    model = checkpoint.model(torch.float32)
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    assert list(layers) == list(awq.projections(config)) and all(part.layout == FRAGMENT for part in layers.values())
+    for name, layer in layers.items():
+        assert torch.equal(bits(layer.dequantize(torch.float16)), bits(held[f"{name}.weight"])), name
+    want = reference.build(config, checkpoint.weights(torch.float32))(PROMPT)
+    assert torch.equal(model(PROMPT), want)  # five tokens: W in full, and the library's product
+    fused = use_kernels(model)(PROMPT)
+    assert 0 < (fused - want).norm() / want.norm() < 3e-3  # fp32 activations in fp16
+    for layer in layers.values():
+        layer.zeros = torch.zeros_like(layer.zeros)
+    assert (model(PROMPT) - want).norm() / want.norm() > 0.1
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_one_zero_point_that_is_not_eight_moves_one_row_of_the_fused_product():
+    rng = np.random.default_rng(1)
+    q, s = rng.integers(0, 16, (128, 24)), torch.from_numpy(rng.normal(size=(2, 24)).astype(np.float16))
+    z, x = np.full((2, 24), 8), torch.randn(2, 128).half()
+    outs = []
+    for zero in (8, 3):
+        z[1, 13] = zero
+        linear = awq.AwqLinear(pack(q), pack(z), s, None, 64)
+        words, scales, zeros = linear.repack()
+        tiled = tile_scales(scales), tile_scales(zeros.half())
+        y = int4_gemm_mma(words, tiled[0], x, rows=24, zeros=tiled[1])
+        torch.testing.assert_close(
+            y.double(), x.double() @ linear.dequantize(torch.float32).double().T, rtol=0, atol=1e-3
+        )
+        outs.append(y)
+    assert (outs[0] != outs[1]).any(0).nonzero().flatten().tolist() == [13]
+
+
+def test_a_gpu_gets_packed_weights_and_a_cpu_dequantised_ones(tmp_path, monkeypatch):
+    save_awq(tmp_path, replace(TOY, vocab_size=408))
+    save_tokenizer(tmp_path, toy_tokenizer())
+    assert not any(isinstance(part, QuantizedLinear) for part in models.load(str(tmp_path))[0].modules())
+    packed = awq.AwqCheckpoint.model
+    asked = []
+    monkeypatch.setattr(awq.AwqCheckpoint, "model", lambda self, *how: asked.append(how) or packed(self, how[0], "cpu"))
+    model, _ = models.load(str(tmp_path), torch.bfloat16, "cuda:1")
+    assert asked == [(torch.bfloat16, "cuda:1")] and model.num_tokens == 408
+
+
+def test_the_checkpoint_of_plain_weights_says_who_runs_these(tmp_path):
+    save_awq(tmp_path)
+    with pytest.raises(ValueError, match=r"quant_method 'awq'.*nanoqwen\.models\.load runs them"):
+        open_checkpoint(tmp_path)
 
 
 def test_shards_and_stop_tokens_are_read_as_in_other_checkpoints(tmp_path):

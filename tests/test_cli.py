@@ -10,7 +10,9 @@ import pytest
 import torch
 from toys import TOY, random_weights, save_tokenizer, save_toy, toy_tokenizer
 
-from nanoqwen import cli, generation, models
+from nanoqwen import cli, generation, models, packfile, quantize
+from nanoqwen.checkpoint import open_checkpoint
+from nanoqwen.ledger import Grouped, ledger
 
 NANOQWEN = [sys.executable, "-m", "nanoqwen.cli"]
 # Without a GPU, as for most readers; and two of our threads are enough for toys.
@@ -112,6 +114,48 @@ def test_mbu_is_bytes_over_time_over_bandwidth(toy, monkeypatch):
     words = cli._speed(model, 10, [9.0, seconds, seconds, seconds])
     assert words.endswith("MBU 25 % of the 0.1 GB/s read probe")
     assert f"TPOT {1e3 * seconds:.2f} ms (median of 3)" in words
+
+
+@pytest.mark.parametrize("head_bits", [16, 8])
+def test_a_packed_file_is_loaded_by_its_name_and_generates(toy, tmp_path, head_bits, capsys):
+    file = tmp_path / "toy.nanoqwen"
+    assert cli.main(["pack", str(toy), str(file), "--group", "64", "--head", str(head_bits)]) == 0
+    capsys.readouterr()
+    assert generate(file, "def f(x):", "--max-new-tokens", "12") == 0
+    assert "TPOT" in capsys.readouterr().err
+    loaded, tokens = models.load(str(file), torch.float32)
+    source, _ = models.load(str(toy), torch.float32)
+    want = quantize.quantize_model(source, 64, head_bits=head_bits)
+    want = want.bfloat16().float()  # what the file keeps of the other weights
+    ids = torch.tensor(tokens.encode("def f(x):"))[None]
+    assert torch.equal(loaded(ids), want(ids)) and loaded.num_tokens == source.num_tokens
+    fused = quantize.use_kernels(loaded)(ids[:, :8])
+    assert (fused - want(ids[:, :8])).norm() / want(ids[:, :8]).norm() < 3e-3
+
+
+def test_bytes_of_a_quantised_model_are_those_of_its_words_and_scales(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanoqwen.hardware.read_ceiling", lambda device: SimpleNamespace(rate=100e6))
+    file, model = tmp_path / "toy.nanoqwen", models.load(str(toy), torch.float32)[0]
+    packfile.write(open_checkpoint(toy), file, 32, head_bits=8)
+    packed, _ = models.load(str(file), torch.float32)
+    forms = dict.fromkeys(("qkv", "o", "gate_up", "down"), Grouped(4, 32))
+    forms |= {"lm_head": Grouped(8, 32), "default": torch.float32}
+    want = ledger(model.config, forms, 12).total
+    assert want < 0.5 * ledger(model.config, torch.float32, 12).total
+    seconds = want / 100e6 / 0.25
+    assert cli._speed(packed, 10, [9.0, *[seconds] * 3]).endswith("MBU 25 % of the 0.1 GB/s read probe")
+    layer = packed.model.layers[0].mlp.up_proj
+    layer.zeros = torch.zeros_like(layer.scales, dtype=torch.int8)  # read in 16 bits, as the scales
+    saved = quantize.bytes_saved(packed, torch.float32)
+    layer.zeros = None
+    assert quantize.bytes_saved(packed, torch.float32) - saved == layer.scales.nbytes
+
+
+def test_a_damaged_packed_file_is_one_line(toy, tmp_path, capsys):
+    file = tmp_path / "toy.nanoqwen"
+    file.write_bytes(b"NANOQWEN" + bytes(100))
+    assert generate(file, "x") == 2
+    assert "truncated" in capsys.readouterr().err
 
 
 def test_a_figure_above_the_ceiling_is_no_mbu(toy):

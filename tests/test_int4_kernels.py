@@ -39,12 +39,18 @@ class Problem:
         self.values = torch.randint(-8, 8, (rows, cols), generator=make, dtype=torch.int8)
         self.scales = (torch.rand(rows, cols // group, generator=make) * 0.03 + 1e-3).half()
         self.x = torch.randn(cols if tokens is None else (tokens, cols), generator=make).half()
-        self.rows = rows
+        self.rows, self.zeros = rows, torch.zeros(self.scales.shape)
+
+    def zero_points(self):
+        """Zero-points of all kinds from now on, as the kernel's argument."""
+        make = torch.Generator().manual_seed(self.rows)
+        self.zeros = torch.randint(-8, 8, self.scales.shape, generator=make)
+        return {"zeros": tile_scales(self.zeros.half())}
 
     @property
     def weights(self):
-        scales = self.scales.double()
-        return (self.values.double().unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+        scales, grouped = self.scales.double(), self.values.double().unflatten(1, (self.scales.shape[1], -1))
+        return ((grouped - self.zeros[..., None]) * scales[..., None]).flatten(1)
 
     @property
     def reference(self):
@@ -240,6 +246,56 @@ def test_every_instance_of_mma_is_right(shape):
         assert problem.error(y) < TOLERANCE[kernels.int4_gemm_mma], group
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_zero_points_are_taken_off_in_every_instance(shape):
+    for group in GROUP_SIZES:
+        problem = Problem(35, 2304, group, tokens=3)
+        assert problem.error(problem.run(kernels.int4_gemm_mma, shape=shape, **problem.zero_points())) < 2e-5, group
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_observed_zero_points_are_clean_and_the_epilogue_adds_to_them(tokens):
+    problem = Problem(33, 896, 32, tokens=tokens)
+    bias, residual, zeros = torch.randn(33), torch.randn(tokens, 33), problem.zero_points()
+    y = torch.full((tokens, 33), math.nan)
+    report = simt.observe(problem.run, kernels.int4_gemm_mma, y, bias=bias, residual=residual, **zeros)
+    assert report.clean, str(report)
+    assert problem.error(y, problem.reference + bias + residual) < 2e-5
+
+
+def test_a_zero_point_of_one_row_and_group_moves_that_row_only():
+    problem = Problem(33, 256, 128, tokens=2)
+    plain = problem.run(kernels.int4_gemm_mma)
+    problem.zeros = torch.zeros(33, 2)
+    problem.zeros[13, 1] = -5
+    y = problem.run(kernels.int4_gemm_mma, zeros=tile_scales(problem.zeros.half()))
+    moved = (y != plain).any(0).nonzero().flatten()
+    assert moved.tolist() == [13]
+    wanted = 5 * problem.scales[13, 1].double() * problem.x[:, 128:].double().sum(1)
+    torch.testing.assert_close((y - plain)[:, 13].double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_every_difference_of_value_and_zero_point_comes_out_exactly():
+    values = (torch.arange(16) - 8).to(torch.int8)[:, None].expand(16, 64).contiguous()  # row r holds r − 8
+    for zero in range(-8, 8):
+        zeros = torch.full((16, 1), float(zero)).half()
+        x = torch.zeros(64).half()
+        x[37] = 1
+        tiled = [tile_scales(part) for part in (torch.full((16, 1), 0.5).half(), zeros)]
+        y = kernels.int4_gemm_mma(pack(values, FRAGMENT), tiled[0], x, zeros=tiled[1])
+        assert torch.equal(y, 0.5 * (values[:, 0] - zero).float()), zero
+
+
+def test_without_zero_points_nothing_is_read_for_them():
+    problem = Problem(32, 1024, 128)
+    zeros = problem.zero_points()
+    plain, asymmetric = (
+        simt.observe(problem.run, kernels.int4_gemm_mma, shape=(4, 1), **how).totals.global_load_sectors
+        for how in ({}, zeros)
+    )
+    assert asymmetric - plain == zeros["zeros"].nbytes // 32
+
+
 def test_every_choice_of_mma_was_compiled():
     assert {choose(rows, sms) for rows in (1, 896, 3584, 4608, 37888, 152064) for sms in (16, 58, 132)} <= set(SHAPES)
 
@@ -424,6 +480,11 @@ def test_what_only_tensor_cores_take_is_checked_too(kernel, no_launch):
     for words, spoiled in wrong.items():
         with pytest.raises(ValueError, match=words):
             kernel(**(right | spoiled))
+    if kernel is kernels.int4_gemm_mma:
+        with pytest.raises(ValueError, match=r"zeros has shape \(1, 2\); it must be \(1, 2, 16\)"):
+            kernel(**right, zeros=torch.zeros(1, 2).half())
+        with pytest.raises(TypeError, match="zeros is int8; it must be float16"):
+            kernel(**right, zeros=right["scales"].to(torch.int8))
     held = torch.ones(32)
     with pytest.raises(ValueError, match="out overlaps residual"):  # shifted: neither in place nor apart
         kernel(**right, residual=held[:16], out=held[4:20])

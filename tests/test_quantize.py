@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,8 @@ from toys import TOY, random_weights, transformers_twin
 
 from nanoqwen import quantize as q
 from nanoqwen import reference
-from nanoqwen.packing import FRAGMENT, GROUP_SIZES, LAYOUTS, SEQUENTIAL, VALUE_SHUFFLE
-from nanoqwen.quantize import QuantizedLinear, compare, quantize, quantize_model
+from nanoqwen.packing import FRAGMENT, GROUP_SIZES, LAYOUTS, SEQUENTIAL, VALUE_SHUFFLE, unpack
+from nanoqwen.quantize import QuantizedLinear, compare, quantize, quantize_model, use_kernels
 
 WIDE = replace(TOY, hidden_size=128, intermediate_size=256, head_dim=32)  # columns for groups up to 128
 each_method = pytest.mark.parametrize("method", q.METHODS)
@@ -229,7 +230,256 @@ def test_a_large_activation_stays_finite():
     assert layer.to(torch.bfloat16)(x.bfloat16()).isfinite().all()
 
 
+# The layer, through our kernels
+
+
+def asymmetric(layer, seed=0):
+    """The layer with zero-points of all kinds."""
+    make = torch.Generator().manual_seed(seed)
+    layer.zeros = torch.randint(-8, 8, layer.scales.shape, generator=make, dtype=torch.int8)
+    return layer
+
+
+def exact(layer, x):
+    """x Wᵀ + b in float64, and the size of a sum of such products."""
+    zeros = 0 if layer.zeros is None else layer.zeros[..., None]
+    values = unpack(layer.words, layer.layout, layer.out_features).unflatten(1, (-1, layer.group)).double()
+    weight = ((values - zeros) * layer.scales.double()[..., None]).flatten(1)
+    bias = 0 if layer.bias is None else layer.bias.double()
+    return x.double() @ weight.T + bias, (x.double().square() @ weight.square().T).sqrt()
+
+
+def parted(y, x, layer):
+    """‖y − exact‖ against the size of y."""
+    want, size = exact(layer, x)
+    return ((y.double() - want).norm() / size.maximum(want.abs()).norm()).item()
+
+
+STEP = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 5e-4}  # of x or y: what its rounding may cost
+by_dtype = pytest.mark.parametrize("dtype", STEP, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The kernels' names, in the order of their calls."""
+    names = []
+    for name in ("int4_gemm_mma", "int4_gemm_ring", "int4_dequantize", "half_x", "widen_y"):
+        kernel = getattr(q.kernels, name)
+        monkeypatch.setattr(
+            q.kernels, name, lambda *args, kernel=kernel, name=name, **how: names.append(name) or kernel(*args, **how)
+        )
+    q._product.cache_clear()
+    yield names
+    q._product.cache_clear()
+
+
+@by_dtype
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_up_to_eight_tokens_of_any_shape_go_through_the_fused_kernel(dtype, zeros, bias, called):
+    layer = QuantizedLinear.from_linear(nn.Linear(256, 33, bias=bias), 64).to(dtype)
+    layer = use_kernels(asymmetric(layer) if zeros else layer)
+    for shape in ((256,), (1, 1, 256), (1, 8, 256), (2, 2, 2, 256)):
+        x = normal(*shape).to(dtype)
+        y = layer(x)
+        assert y.dtype == dtype and y.shape == (*shape[:-1], 33) and y.is_contiguous()
+        assert parted(y, x, layer) < STEP[dtype]
+    assert called.count("int4_gemm_mma") == 4 and "int4_dequantize" not in called
+    assert ("half_x" in called) == (dtype != torch.float16)
+
+
+@by_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_more_tokens_are_multiplied_with_w_in_full_and_kernels_change_no_bit(dtype, layout, zeros, called):
+    layer = QuantizedLinear.from_linear(nn.Linear(256, 33), 64, layout=layout).to(dtype)
+    layer = asymmetric(layer) if zeros else layer
+    x = normal(3, 3, 256).to(dtype)
+    plain = layer(x)
+    assert not called and parted(plain, x, layer) < STEP[dtype]
+    layer.kernels = True
+    assert torch.equal(layer(x), plain)
+    sixteen = dtype != torch.float32 and layout != SEQUENTIAL
+    assert called == ["int4_dequantize"] * sixteen
+    layer.kernels = False
+    assert torch.equal(layer(x), plain) and len(called) == sixteen
+
+
+def test_a_slice_and_a_transposed_x_are_taken_as_a_linear_layer_takes_them(called):
+    layer = use_kernels(QuantizedLinear.from_linear(nn.Linear(64, 5), 64))
+    for dtype in STEP:
+        layer = layer.to(dtype)
+        for x in (normal(3, 65).to(dtype)[:, 1:], normal(64, 2).to(dtype).T, normal(193).to(dtype)[1::3]):
+            assert parted(layer(x), x, layer) < STEP[dtype]
+    assert called.count("int4_gemm_mma") == 9
+
+
+def test_what_the_fused_kernel_cannot_take_goes_the_other_way(called):
+    layer = use_kernels(QuantizedLinear.from_linear(nn.Linear(64, 5), 64))
+    assert layer(torch.empty(0, 64)).shape == (0, 5)
+    assert layer(normal(2, 64).double()).dtype == torch.float64
+    with pytest.raises(RuntimeError, match="shapes"):
+        layer(normal(2, 32))
+    x = normal(2, 64).requires_grad_()
+    layer(x).sum().backward()  # gradients come through
+    torch.testing.assert_close(x.grad[0], layer.weight.sum(0))
+    narrow = use_kernels(QuantizedLinear.from_linear(nn.Linear(96, 5), 32))  # no tile of "fragment" is 96 wide
+    assert narrow.layout == VALUE_SHUFFLE and narrow(normal(96)).shape == (5,)
+    assert not called
+    with torch.no_grad():
+        assert layer(x).shape == (2, 5) and "int4_gemm_mma" in called
+
+
+def test_activations_past_fp16_come_through_the_kernels():
+    layer = use_kernels(QuantizedLinear.from_linear(nn.Linear(256, 33), 64).to(torch.bfloat16))
+    for size in (1e-30, 1e-6, 70000.0, 1e30):
+        x = (normal(3, 256) * size).bfloat16()
+        x[0, 7] = 3 * size  # one outlier, as models have them
+        layer.bias *= 0
+        y = layer(x)
+        assert y.isfinite().all() and parted(y, x, layer) < STEP[torch.bfloat16], size
+    x = normal(2, 256).bfloat16()
+    x[1] *= 1e20  # a token's size is its own
+    y = layer(x)
+    assert all(parted(y[i], x[i], layer) < STEP[torch.bfloat16] for i in range(2))
+    assert not layer(torch.full((1, 256), float("inf")).bfloat16()).isfinite().any()
+    assert not layer(torch.full((1, 256), float("nan")).bfloat16()).isfinite().any()
+    assert torch.equal(layer(torch.zeros(1, 256).bfloat16()), torch.zeros(1, 33).bfloat16())
+
+
+def test_a_large_row_is_finite_in_bf16_and_the_finite_check_names_it_in_fp16():
+    model = toy()
+    twin = quantize_model(model, 64)
+    layer = twin.model.layers[1].mlp.down_proj
+    layer.scales *= 300
+    use_kernels(twin)
+    x = torch.full((1, 256), 3000.0).copysign(layer.weight[0])
+    with torch.no_grad(), q.check_finite(layer):
+        assert layer.to(torch.bfloat16)(x.bfloat16())[0, 0] > 65504
+    twin = twin.half()
+    words = r"^down_proj gave an infinity in torch.float16; its largest input was 3000: use bfloat16"
+    with pytest.raises(ValueError, match=words), q.check_finite(nn.ModuleDict({"down_proj": layer})):
+        layer(x.half())
+    assert layer(x.half()).isinf().any()  # outside, nobody looks
+    with q.check_finite(twin.model.layers[0]):
+        twin.model.layers[0].mlp(normal(1, 3, 128).half())
+    part = nn.Sequential(layer)
+    with pytest.raises(ValueError, match=r"^0 gave NaN .* look at the layers before it"), q.check_finite(part):
+        part[0](x=x.half() * float("nan"))
+
+
+def test_what_the_kernels_keep_follows_the_layer():
+    layer = use_kernels(QuantizedLinear.from_linear(nn.Linear(128, 16)))
+    x = normal(2, 128)
+    first = layer(x)
+    layer.scales *= 2  # in place
+    layer.bias.data = layer.bias * 2
+    torch.testing.assert_close(layer(x), 2 * first)
+    layer.scales = layer.scales / 2  # another tensor
+    layer.bias = layer.bias / 2
+    assert torch.equal(layer(x), first)
+    layer.scales *= 1  # as often changed as the copy will be
+    layer.bias *= 1
+    assert torch.equal(layer(x), first)
+    twin = copy.deepcopy(layer)
+    twin.scales *= 4
+    twin.bias *= 4
+    torch.testing.assert_close(twin(x), 4 * first)
+    assert torch.equal(layer(x), first) and set(layer.state_dict()) == {"words", "scales", "bias"}
+    asymmetric(layer)
+    assert parted(layer(x), x, layer) < 5e-4
+    with torch.inference_mode():
+        layer.scales = layer.scales.clone()
+        assert parted(layer(x), x, layer) < 5e-4
+
+
+def test_zero_points_are_part_of_the_state_and_of_no_cast():
+    layer = asymmetric(QuantizedLinear.from_linear(nn.Linear(128, 16), 32)).to(torch.bfloat16)
+    assert layer.zeros.dtype == torch.int8
+    other = QuantizedLinear(128, 16, group=32, zeros=True)
+    other.load_state_dict(layer.state_dict())
+    x = normal(3, 128).bfloat16()
+    assert torch.equal(other(x), layer(x)) and layer.read_bytes == 128 * 16 // 2 + 2 * 2 * 16 * 4
+
+
+def test_words_change_their_layout_and_nothing_else():
+    layer = QuantizedLinear.from_linear(nn.Linear(128, 19), 32)
+    weight, before = layer.weight, layer.words
+    for layout in (FRAGMENT, SEQUENTIAL, VALUE_SHUFFLE):
+        assert layer.relayout(layout) is layer and layer.layout == layout
+        assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer.words, before)
+    with pytest.raises(ValueError, match="layout id is 9"):
+        layer.relayout(9)
+
+
+def test_w_is_made_in_pieces(monkeypatch):
+    for layout in LAYOUTS:
+        layer = asymmetric(QuantizedLinear.from_linear(nn.Linear(256, 75), 64, layout=layout))
+        whole = layer.weight
+        monkeypatch.setitem(q._CHUNK, "cpu", 20 * 256)  # 20 rows, or one tile of 16
+        assert torch.equal(layer.weight, whole)
+        monkeypatch.undo()
+
+
+def test_gpus_get_the_kernel_that_they_can_run(monkeypatch):
+    for have, names in {
+        (10, 0): ("int4_gemm_ring", "int4_gemm_mma"),
+        (9, 0): ("int4_gemm_ring", "int4_gemm_mma"),
+        (8, 6): ("int4_gemm_mma", "int4_gemm_mma"),
+        (7, 5): (None, None),
+    }.items():
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, have=have: have)
+        for symmetric, name in zip((True, False), names, strict=True):
+            q._product.cache_clear()
+            found = q._product(torch.device("cuda", 0), symmetric)
+            assert found is (name and getattr(q.kernels, name))
+    q._product.cache_clear()
+    assert q.best_layout(896, torch.device("cuda", 0)) == FRAGMENT
+    assert q.best_layout(96, torch.device("cuda", 0)) == q.best_layout(896, torch.device("cpu")) == VALUE_SHUFFLE
+
+
 # The model
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("bias", [1.0, 5.0])
+def test_a_whole_model_runs_through_the_kernels(tokens, bias, called):
+    twin = quantize_model(toy(bias=bias), 64)
+    ids = torch.arange(5, 5 + tokens)[None]
+    want = twin(ids)
+    got = use_kernels(copy.deepcopy(twin))(ids)
+    assert called.count("int4_gemm_mma") == 14
+    assert ((got - want).norm() / want.norm()) < 3e-3  # activations of fp32 lose bits
+    half = use_kernels(copy.deepcopy(twin).to(torch.bfloat16))
+    alike = twin.to(torch.bfloat16)(ids)
+    ours, theirs = ((logits.float() - want).norm() / want.norm() for logits in (half(ids), alike))
+    assert ours < 1.5 * theirs + 1e-3
+
+
+def test_a_model_with_a_value_past_fp16_is_finite_and_right_through_the_kernels():
+    """N1: the residual stream carries it through the layers after, and the norm brings it back."""
+    twin = quantize_model(toy(), 64).bfloat16()
+    twin.model.layers[0].mlp.down_proj.scales *= 300
+    twin.model.layers[0].mlp.up_proj.scales *= 300
+    seen = []
+    twin.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, x, y: seen.append(y.abs().max().item()))
+    ids = torch.arange(5, 13)[None]
+    want = twin(ids)
+    got = use_kernels(twin)(ids)
+    assert max(seen) > 65504 and got.isfinite().all()
+    assert (got.float() - want.float()).norm() / want.float().norm() < 0.02
+
+
+def test_a_model_decodes_through_the_kernels_and_reads_its_prompt_through_the_library(called):
+    from nanoqwen.generation import generate
+
+    twin = quantize_model(toy(), 64).half()
+    prompt = list(range(3, 15))
+    want = list(generate(twin, prompt, 6))
+    got = list(generate(use_kernels(copy.deepcopy(twin)), prompt, 6))
+    assert called[:14] == ["int4_dequantize"] * 14 and set(called[14:]) == {"int4_gemm_mma"}
+    assert got == want
 
 
 @each_method

@@ -25,3 +25,11 @@ __device__ __forceinline__ void offsets_mma(float (&c)[4], uint4 x) {
     mma_16x8x16_f16(c, a, b0);
     mma_16x8x16_f16(c, a, b1);
 }
+
+// total += 1 * x, the same for every row: what a zero-point is multiplied with.
+__device__ __forceinline__ void total_mma(float (&total)[4], uint4 x) {
+    constexpr unsigned ONES = 0x3c003c00u;  // twice, as halves
+    const unsigned a[4] = {ONES, ONES, ONES, ONES}, b0[2] = {x.x, x.y}, b1[2] = {x.z, x.w};
+    mma_16x8x16_f16(total, a, b0);
+    mma_16x8x16_f16(total, a, b1);
+}

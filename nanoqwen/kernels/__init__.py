@@ -1,6 +1,8 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
+from nanoqwen.kernels.activations import half_x, widen_y
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
+from nanoqwen.kernels.dequantize import int4_dequantize
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
     int4_gemm_mma,
@@ -24,6 +26,8 @@ __all__ = [
     "gemv_rows",
     "gemv_unrolled",
     "gemv_vectorized",
+    "half_x",
+    "int4_dequantize",
     "int4_gemm_mma",
     "int4_gemm_ring",
     "int4_gemv_dp4a",
@@ -32,4 +36,5 @@ __all__ = [
     "int4_gemv_prmt",
     "int4_gemv_warp",
     "quantize_x",
+    "widen_y",
 ]

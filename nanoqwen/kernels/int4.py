@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
 from nanoqwen.kernels.launch import Program
-from nanoqwen.packing import FRAGMENT, GROUP_SIZES, VALUE_SHUFFLE, layout_of
+from nanoqwen.packing import FRAGMENT, GROUP_SIZES, VALUE_SHUFFLE, group_of, layout_of
 
 MAX_TOKENS = 8  # columns of the tensor cores' tile
 H200_SMS = 132
@@ -29,11 +29,12 @@ _GEMV = Program(
 )
 _QUANTIZE_X = Program(Path("quantize_x.cu"), {"quantize_x": "pppi"})
 _GEMM = {
-    group: Program(
+    (group, zeros): Program(
         Path("int4_gemm.cu"),
-        {f"int4_gemm_mma<{group}, {warps}, {tiles}>": "ppppppiii" for warps, tiles in SHAPES},
+        {f"int4_gemm_mma<{group}, {warps}, {tiles}, {zeros}>": "pppppppiii" for warps, tiles in SHAPES},
     )
     for group in GROUP_SIZES
+    for zeros in ("false", "true")
 }
 _RING = {
     group: Program(
@@ -130,6 +131,7 @@ def int4_gemm_mma(
     rows: int | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    zeros: Tensor | None = None,
     layout: int = FRAGMENT,
     shape: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -143,6 +145,8 @@ def int4_gemm_mma(
         rows: of the matrix, without those that fill the last tile; by default all that `words` has.
         bias: (rows) float32, added to each token's y.
         residual: float32, of y's shape, added to y; may be `out`.
+        zeros: zero-points of asymmetric groups, which are taken off the values before the scale; float16, of the
+            shape of the scales and tiled alike, whole numbers −8…7.
         layout: the layout of the words; this kernel was compiled for "fragment", and refuses others.
         shape: warps a block and tiles of 16 rows a warp, one of `SHAPES`; by default chosen for the matrix.
 
@@ -155,9 +159,14 @@ def int4_gemm_mma(
     if shape is not None and shape not in SHAPES:
         raise ValueError(f"shape is {shape}; the kernel was compiled for {', '.join(map(str, SHAPES))}")
     group, padded, out, args, outputs = _tiled("int4_gemm_mma", words, scales, x, out, rows, bias, residual, layout)
+    if zeros is not None:
+        check_tensor("zeros", zeros, tuple(scales.shape), _HALF, words.device, ALIGNMENT)
+        if overlap(out, zeros):
+            raise ValueError("out overlaps zeros; blocks would read what others have already written")
     warps, tiles = shape or choose(padded, _sms(words.device) if words.is_cuda else H200_SMS)
-    name, grid = f"int4_gemm_mma<{group}, {warps}, {tiles}>", -(-padded // (16 * tiles))
-    _GEMM[group].launch(name, words.device, grid, 32 * warps, args, outputs=outputs)
+    form, grid = "false" if zeros is None else "true", -(-padded // (16 * tiles))
+    name, args = f"int4_gemm_mma<{group}, {warps}, {tiles}, {form}>", (*args[:2], zeros, *args[2:])
+    _GEMM[group, form].launch(name, words.device, grid, 32 * warps, args, outputs=outputs)
     return out
 
 
@@ -257,7 +266,7 @@ def _tiled(name, words, scales, x, out, rows, bias, residual, layout) -> tuple[i
     if not padded - 16 < rows <= padded:
         raise ValueError(f"rows is {rows}; words with {padded} rows, in tiles of 16, hold {padded - 15} to {padded}")
     check_tensor("scales", scales, (padded // 16, "cols / group", 16), _HALF, device, ALIGNMENT)
-    group = _group(cols, scales.shape[1])
+    group = group_of(cols, scales.shape[1])
     _check_size(padded, cols)
 
     flat = not (isinstance(x, Tensor) and x.dim() == 2)
@@ -299,7 +308,7 @@ def _matrix(
     cols = 8 * octets
     _check_cols(cols, 32, "16-byte loads")
     check_tensor("scales", scales, (rows, "cols / group"), _HALF, device)
-    group = _group(cols, scales.shape[1])
+    group = group_of(cols, scales.shape[1])
     check_tensor("x", x, (cols,), _HALF, device, ALIGNMENT)
     _check_size(rows, cols)
     if out is None:
@@ -325,16 +334,6 @@ def _check_cols(cols: int, multiple: int, why: str) -> None:
 def _check_size(rows: int, cols: int) -> None:
     if rows >= 2**31 or cols >= 2**27:
         raise ValueError(f"the matrix has {rows} rows and {cols} columns; the limits are 2**31 and 2**27")
-
-
-def _group(cols: int, groups: int) -> int:
-    group = cols // groups if cols % groups == 0 else None
-    if group not in GROUP_SIZES:
-        raise ValueError(
-            f"scales have {groups} groups for K = {cols} columns; a group must be one of "
-            f"{', '.join(map(str, GROUP_SIZES))} and divide K"
-        )
-    return group
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device, inputs: dict[str, Tensor | None]) -> None:
