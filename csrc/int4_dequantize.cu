@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(128)
             step = row * (cols / group) + k / group;
         }
         float v[8];
-        unpack_prmt(TILES ? __funnelshift_r(w[i], w[i], 2) : w[i], v);
+        unpack_prmt(w[i], v);
         const float scale = to_float(scales[step]), zero = zeros ? to_float(zeros[step]) : 0.0f;
         alignas(16) T made[8];
 #pragma unroll

@@ -38,7 +38,6 @@ class Layout:
         order: for each nibble of a tile, from the lowest of its first word on, the value that lies there: row within
             the tile × columns of the tile + column.
         why: what the order is good for.
-        turn: bits by which each word is rotated to the left after that.
 
     Raises:
         ValueError: `order` does not name each value of the tile once.
@@ -49,7 +48,6 @@ class Layout:
     tile: tuple[int, int]
     order: tuple[int, ...]
     why: str
-    turn: int = 0
 
     def __post_init__(self):
         rows, cols = self.tile
@@ -61,8 +59,8 @@ class Layout:
         rows = self.tile[0]
         names = [f"w{i % self.tile[1]}" if rows == 1 else divmod(i, self.tile[1]) for i in self.order[:8]]
         names = [name if isinstance(name, str) else f"w{name[0]},{name[1]}" for name in names]
-        highest = [(4 * i + 3 + self.turn) % 32 for i in range(8)]
-        cells = [(f"{high}–{(high - 3) % 32}", name) for high, name in sorted(zip(highest, names, strict=True))[::-1]]
+        highest = [4 * i + 3 for i in range(8)]
+        cells = [(f"{high}–{high - 3}", name) for high, name in sorted(zip(highest, names, strict=True))[::-1]]
         width = max(len(text) for cell in cells for text in cell)
         bits, values = (" │ ".join(text.center(width) for text in line) for line in zip(*cells, strict=True))
         return f"bits   │ {bits} │\nvalues │ {values} │"
@@ -96,8 +94,7 @@ LAYOUTS: dict[int, Layout] = {
             "fragment",
             (16, 64),
             tuple(_fragment_order()),
-            "a warp loads the fragments of `mma`, 16 bytes a lane, ready to be unpacked into halves",
-            turn=2,
+            "a warp loads the fragments of `mma`, 16 bytes a lane, ready to be unpacked",
         ),
     )
 }
@@ -169,7 +166,7 @@ def pack(values: Tensor, layout: int = VALUE_SHUFFLE) -> Tensor:
     words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32, device=values.device)
     for i in range(8):
         words |= (nibbles[..., i].int() & 15) << 4 * i
-    return _rotate(words, form.turn).reshape(shape)
+    return words.reshape(shape)
 
 
 def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) -> Tensor:
@@ -190,7 +187,6 @@ def unpack(words: Tensor, layout: int = VALUE_SHUFFLE, rows: int | None = None) 
     rows = have if rows is None else rows
     if have % tall or not have - tall < rows <= have:
         raise ValueError(f"words have {have} rows for {rows}; layout {form.name} packs {tall} at a time")
-    words = _rotate(words, -form.turn % 32)
     one_word = form.tile == (1, 8)  # then each nibble goes straight to its place
     nibbles = torch.empty(*words.shape, 8, dtype=torch.int8, device=words.device)
     for i, place in enumerate(form.order if one_word else range(8)):
@@ -252,11 +248,6 @@ def device_header() -> str:
 @functools.lru_cache
 def _order(layout: int, device: torch.device) -> Tensor:
     return torch.tensor(LAYOUTS[layout].order, device=device)
-
-
-def _rotate(words: Tensor, bits: int) -> Tensor:
-    """To the left, by 0 to 31 bits. An int32's shift to the right copies the sign; the mask takes the copies off."""
-    return words << bits | words >> 32 - bits & (1 << bits) - 1 if bits else words
 
 
 def _check_cols(cols: int, layout: Layout) -> None:

@@ -31,12 +31,12 @@ extern "C" __global__ void by_magic(const unsigned* words, float* out, int n) {
         out[8 * i + k] = 64 * (k % 2 ? __high2float(pairs[k / 2]) : __low2float(pairs[k / 2]));
     }
 }
-extern "C" __global__ void by_fragment(const unsigned* words, float* out, int n) {
+extern "C" __global__ void by_offset(const unsigned* words, float* out, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     unsigned pairs[4];
-    if (i < n) unpack_fragment(words[i], pairs);
+    if (i < n) unpack_offset(words[i], pairs);
     for (int k = 0; k < 8 && i < n; ++k) {
         const __half2 pair = as_half2(pairs[k / 2]);
-        out[8 * i + k] = (k % 2 ? __high2float(pair) : __low2float(pair)) - (k / 2 % 2 ? 24.0f : 264.0f);
+        out[8 * i + k] = (k % 2 ? __high2float(pair) : __low2float(pair)) - (k / 2 % 2 ? 72.0f : 1032.0f);
     }
 }

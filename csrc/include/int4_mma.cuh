@@ -7,21 +7,21 @@
 #include "int4.cuh"
 #include "mma.cuh"
 
-// d += (w + offsets) * x. The offsets are what unpack_fragment leaves: 264 for half of the columns, 24 for the others.
+// d += (w + offsets) * x. The offsets are what unpack_offset leaves: 1032 for half of the columns, 72 for the others.
 __device__ __forceinline__ void fragment_mma(float (&d)[4], unsigned row_g, unsigned row_g8, uint4 x) {
     unsigned top[4], bottom[4];
-    unpack_fragment(row_g, top);
-    unpack_fragment(row_g8, bottom);
+    unpack_offset(row_g, top);
+    unpack_offset(row_g8, bottom);
     const unsigned a0[4] = {top[0], bottom[0], top[1], bottom[1]}, b0[2] = {x.x, x.y};
     const unsigned a1[4] = {top[2], bottom[2], top[3], bottom[3]}, b1[2] = {x.z, x.w};
     mma_16x8x16_f16(d, a0, b0);
     mma_16x8x16_f16(d, a1, b1);
 }
 
-// c -= offsets * x, the same for every row: c + d is w * x. Both grow with the offsets before they meet, some hundred
+// c -= offsets * x, the same for every row: c + d is w * x. Both grow with the offsets before they meet, a thousand
 // times the size of x in fp32, so add them up at the end of each group.
 __device__ __forceinline__ void offsets_mma(float (&c)[4], uint4 x) {
-    const unsigned a[4] = {MINUS_264, MINUS_264, MINUS_24, MINUS_24}, b0[2] = {x.x, x.y}, b1[2] = {x.z, x.w};
+    const unsigned a[4] = {MINUS_1032, MINUS_1032, MINUS_72, MINUS_72}, b0[2] = {x.x, x.y}, b1[2] = {x.z, x.w};
     mma_16x8x16_f16(c, a, b0);
     mma_16x8x16_f16(c, a, b1);
 }

@@ -6,7 +6,6 @@ from nanoqwen.kernels.dequantize import int4_dequantize
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
     int4_gemm_mma,
-    int4_gemm_ring,
     int4_gemv_dp4a,
     int4_gemv_magic,
     int4_gemv_naive,
@@ -14,6 +13,7 @@ from nanoqwen.kernels.int4 import (
     int4_gemv_warp,
     quantize_x,
 )
+from nanoqwen.kernels.int4_ring import int4_gemm_ring
 
 __all__ = [
     "awq_dequantize",

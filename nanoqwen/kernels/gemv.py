@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
+from nanoqwen.kernels.launch import H200_SMS as H200_SMS
 from nanoqwen.kernels.launch import Program
+from nanoqwen.kernels.launch import sms as sms_of
 
 C_NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 LANES, LOADS = (32, 64, 128), (7, 4, 2)  # instances of the last step
-H200_SMS = 132
 WARPS_PER_SM = 32  # with fewer than this, loads in flight do not cover the latency of memory
 
 _PARAMS = "pppii"
@@ -79,7 +80,7 @@ def gemv(w: Tensor, x: Tensor, out: Tensor | None = None, *, sms: int | None = N
         sms: choose as for a GPU of so many multiprocessors; default: this GPU's, or an H200's on a CPU.
     """
     rows, cols, out = _arguments(w, x, out)
-    name, grid = _plan(w.dtype, rows, cols, sms or (_sms(w.device) if w.is_cuda else H200_SMS))
+    name, grid = _plan(w.dtype, rows, cols, sms or sms_of(w.device))
     _LADDER[w.dtype].launch(name, w.device, grid, 128, (w, x, out, rows, cols), outputs=_OUTPUTS)
     return out
 
@@ -89,11 +90,6 @@ def _plan(dtype: torch.dtype, rows: int, cols: int, sms: int) -> tuple[str, int]
     """The instance of `gemv` and the number of blocks."""
     lanes, loads = choose(rows, cols * dtype.itemsize, sms)
     return f"gemv<{C_NAMES[dtype]}, {lanes}, {loads}>", -(-rows // (128 // lanes))
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose(rows: int, row_bytes: int, sms: int) -> tuple[int, int]:

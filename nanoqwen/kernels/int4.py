@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
-from nanoqwen.kernels.launch import Program
+from nanoqwen.kernels.launch import Program, sms
 from nanoqwen.packing import FRAGMENT, GROUP_SIZES, VALUE_SHUFFLE, group_of, layout_of
 
 MAX_TOKENS = 8  # columns of the tensor cores' tile
-H200_SMS = 132
 WARPS_PER_SM = 16  # of int4_gemm_mma, eight loads of 512 bytes each: enough in flight to cover the latency of memory
 SHAPES = ((8, 1), (4, 1), (8, 2), (4, 2))  # its instances: warps a block, tiles of 16 rows a warp
-
-RING_STAGES, RING_WARPS, RING_COLS = 3, 8, 512  # as in csrc/int4_ring.cu
-RING_BLOCKS_PER_SM = {1: 2, 2: 1}  # by the tiles of 16 rows that a warp takes
 
 _INT32, _HALF, _FLOAT, _INT8 = (torch.int32,), (torch.float16,), (torch.float32,), (torch.int8,)
 _GEMV = Program(
@@ -35,12 +31,6 @@ _GEMM = {
     )
     for group in GROUP_SIZES
     for zeros in ("false", "true")
-}
-_RING = {
-    group: Program(
-        Path("int4_ring.cu"), {f"int4_gemm_ring<{group}, {tiles}>": "ppppppiii" for tiles in RING_BLOCKS_PER_SM}
-    )
-    for group in GROUP_SIZES
 }
 
 
@@ -158,78 +148,15 @@ def int4_gemm_mma(
     """
     if shape is not None and shape not in SHAPES:
         raise ValueError(f"shape is {shape}; the kernel was compiled for {', '.join(map(str, SHAPES))}")
-    group, padded, out, args, outputs = _tiled("int4_gemm_mma", words, scales, x, out, rows, bias, residual, layout)
-    if zeros is not None:
-        check_tensor("zeros", zeros, tuple(scales.shape), _HALF, words.device, ALIGNMENT)
-        if overlap(out, zeros):
-            raise ValueError("out overlaps zeros; blocks would read what others have already written")
-    warps, tiles = shape or choose(padded, _sms(words.device) if words.is_cuda else H200_SMS)
+    group, padded, rows, out, outputs = tiled(
+        "int4_gemm_mma", words, scales, x, out, rows, bias, residual, layout, zeros
+    )
+    warps, tiles = shape or choose(padded, sms(words.device))
     form, grid = "false" if zeros is None else "true", -(-padded // (16 * tiles))
-    name, args = f"int4_gemm_mma<{group}, {warps}, {tiles}, {form}>", (*args[:2], zeros, *args[2:])
+    name = f"int4_gemm_mma<{group}, {warps}, {tiles}, {form}>"
+    args = (words, scales, zeros, x, bias, residual, out, x.numel() // x.shape[-1], rows, x.shape[-1])
     _GEMM[group, form].launch(name, words.device, grid, 32 * warps, args, outputs=outputs)
     return out
-
-
-def int4_gemm_ring(
-    words: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    out: Tensor | None = None,
-    *,
-    rows: int | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    layout: int = FRAGMENT,
-    tiles: int | None = None,
-    blocks: int | None = None,
-) -> Tensor:
-    """As `int4_gemm_mma`, the weights streamed through shared memory by bulk copies (lesson 04, step 6).
-
-    Args:
-        tiles: of 16 rows that a warp takes at a time, 1 or 2; by default chosen for the matrix.
-        blocks: how many share the rows; by default as many as the GPU holds at once, or as there are pieces of rows.
-
-    Raises:
-        RuntimeError: a GPU that has no bulk copies (before sm_90).
-        TypeError, ValueError: an argument that does not fit; the message names it.
-    """
-    if tiles is not None and tiles not in RING_BLOCKS_PER_SM:
-        raise ValueError(f"tiles is {tiles}; the kernel was compiled for {' and '.join(map(str, RING_BLOCKS_PER_SM))}")
-    if blocks is not None and blocks < 1:
-        raise ValueError(f"blocks is {blocks}; it must be at least 1")
-    group, padded, out, args, outputs = _tiled("int4_gemm_ring", words, scales, x, out, rows, bias, residual, layout)
-    if words.is_cuda and (have := torch.cuda.get_device_capability(words.device)) < (9, 0):
-        raise RuntimeError(f"int4_gemm_ring needs sm_90, this GPU is sm_{have[0]}{have[1]}: use int4_gemm_mma")
-    sms, cols = _sms(words.device) if words.is_cuda else H200_SMS, x.shape[-1]
-    tiles = tiles or ring_tiles(padded, sms)
-    warps = ring_warps(cols // max(64, group))
-    stage_bytes = RING_COLS * 8 + RING_COLS // group * 32
-    _RING[group].launch(
-        f"int4_gemm_ring<{group}, {tiles}>",
-        words.device,
-        min(-(-padded // (16 * tiles)), blocks or RING_BLOCKS_PER_SM[tiles] * sms),
-        32 * warps,
-        args,
-        shared_bytes=warps * RING_STAGES * stage_bytes,
-        outputs=outputs,
-    )
-    return out
-
-
-def ring_tiles(rows: int, sms: int) -> int:
-    """Tiles of 16 rows that a warp takes at a time: two share what is done to x, if that leaves enough for each SM."""
-    return 2 if rows >= 4 * 32 * sms else 1
-
-
-@functools.lru_cache
-def ring_warps(steps: int) -> int:
-    """Warps of a block that share `steps` pieces of a row: as many as idle for at most 5 % of the last round."""
-
-    def rounds(warps: int) -> float:
-        return -(-steps // warps) * warps / steps
-
-    counts = range(RING_WARPS, RING_WARPS // 2 - 1, -1)
-    return next((warps for warps in counts if rounds(warps) <= 1.05), min(counts, key=rounds))
 
 
 @functools.lru_cache
@@ -253,8 +180,10 @@ def _gemv(step: str, words: Tensor, scales: Tensor, x: Tensor, out: Tensor | Non
     return out
 
 
-def _tiled(name, words, scales, x, out, rows, bias, residual, layout) -> tuple[int, int, Tensor, tuple, tuple]:
-    """Group, rows of all tiles, output and launch arguments of a product in layout 2, after all checks."""
+def tiled(
+    name, words, scales, x, out, rows, bias, residual, layout, zeros=None, x_dtype=torch.float16, swiglu=False
+) -> tuple[int, int, int, Tensor, tuple]:
+    """Group, rows of all tiles, rows, output and written parameters of a product in layout 2, after all checks."""
     _check_layout(name, layout, FRAGMENT)
     check_tensor("words", words, ("rows", "cols / 8"), _INT32, alignment=ALIGNMENT)
     device, (padded, octets) = words.device, words.shape
@@ -271,23 +200,27 @@ def _tiled(name, words, scales, x, out, rows, bias, residual, layout) -> tuple[i
 
     flat = not (isinstance(x, Tensor) and x.dim() == 2)
     tokens = 1 if flat else x.shape[0]
-    check_tensor("x", x, (cols,) if flat else ("tokens", cols), _HALF, device, ALIGNMENT)
+    check_tensor("x", x, (cols,) if flat else ("tokens", cols), (x_dtype,), device, ALIGNMENT)
     if tokens > MAX_TOKENS:
         raise ValueError(f"x has {tokens} tokens; a call takes at most {MAX_TOKENS}: split it, or dequantise")
-    y_shape = (rows,) if flat else (tokens, rows)
+    if swiglu and rows % 32:
+        raise ValueError(f"rows is {rows}; SwiGLU needs a multiple of 32: 16 of the gate and 16 that it multiplies")
+    width, y_dtype = (rows // 2, torch.float16) if swiglu else (rows, torch.float32)
+    y_shape = (width,) if flat else (tokens, width)
+    if zeros is not None:
+        check_tensor("zeros", zeros, tuple(scales.shape), _HALF, device, ALIGNMENT)
     if bias is not None:
         check_tensor("bias", bias, (rows,), _FLOAT, device)
     if residual is not None:
         check_tensor("residual", residual, y_shape, _FLOAT, device)
     in_place = False
     if out is None:
-        out = torch.empty(y_shape, dtype=torch.float32, device=device)
+        out = torch.empty(y_shape, dtype=y_dtype, device=device)
     else:
         in_place = residual is not None and isinstance(out, Tensor) and out.data_ptr() == residual.data_ptr()
-        inputs = {"words": words, "scales": scales, "x": x, "bias": bias}
-        _check_out(out, y_shape, device, inputs | ({} if in_place else {"residual": residual}))
-    args = (words, scales, x, bias, residual, out, tokens, rows, cols)
-    return group, padded, out, args, () if in_place else ("y",)
+        inputs = {"words": words, "scales": scales, "zeros": zeros, "x": x, "bias": bias}
+        _check_out(out, y_shape, device, inputs | ({} if in_place else {"residual": residual}), y_dtype)
+    return group, padded, rows, out, () if in_place else ("y",)
 
 
 def _quantize_x(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,8 +269,14 @@ def _check_size(rows: int, cols: int) -> None:
         raise ValueError(f"the matrix has {rows} rows and {cols} columns; the limits are 2**31 and 2**27")
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device, inputs: dict[str, Tensor | None]) -> None:
-    check_tensor("out", out, shape, _FLOAT, device)
+def _check_out(
+    out: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    inputs: dict[str, Tensor | None],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    check_tensor("out", out, shape, (dtype,), device)
     for name, tensor in inputs.items():
         if tensor is not None and overlap(out, tensor):
             raise ValueError(f"out overlaps {name}; blocks would read what others have already written")
@@ -345,8 +284,3 @@ def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device, inputs
 
 def _log2(n: int) -> int:
     return n.bit_length() - 1
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,6 +21,7 @@ from nanoqwen import simt
 from nanoqwen.paths import CSRC, cache_dir
 
 INCLUDE = CSRC / "include"
+H200_SMS = 132
 _LOOK_AGAIN_S = 0.5  # how long compiled kernels are used before the dates of their sources are looked at again
 
 # One letter a parameter. A kernel's pointers take tensors, or None for a null pointer.
@@ -175,6 +176,12 @@ class Program:
         if file == self.filename and 0 <= at < len(lines := text.splitlines()):
             message += f"\n    {line} | {lines[at]}"
         return simt.CompileError(message, file, line, output)
+
+
+@functools.cache
+def sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU. The SIMT machine has those of an H200, so that it runs the same launches."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
 class _LaunchAttribute(ctypes.Structure):

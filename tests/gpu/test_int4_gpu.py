@@ -20,7 +20,7 @@ needs_bulk_copies = pytest.mark.skipif(
 GEMV = [getattr(kernels, name) for name in kernels.__all__ if name.startswith("int4_gemv")]
 EXACT = [kernel for kernel in GEMV if kernel is not kernels.int4_gemv_dp4a]
 SHAPES_7B = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)]
-UNPACKS = ["by_shift", "by_prmt", "by_bytes", "by_magic", "by_fragment"]
+UNPACKS = ["by_shift", "by_prmt", "by_bytes", "by_magic", "by_offset"]
 TOLERANCE = dict.fromkeys(GEMV, 5e-6) | {kernels.int4_gemv_dp4a: 2e-2, kernels.int4_gemv_magic: 1.5e-3}
 MMA_TOLERANCE = 1e-4  # the tensor cores round sums, offsets of some hundred times x among them, in their own way
 
@@ -117,8 +117,6 @@ def test_every_half_word_is_unpacked_exactly(name):
     half = torch.arange(65536)
     bits = torch.cat([half << 16 | (half ^ 0xFFFF), (half ^ 0xFFFF) << 16 | half])
     nibbles = torch.stack([bits >> shift & 15 for shift in (0, 16, 4, 20, 8, 24, 12, 28)], dim=-1)
-    if name == "by_fragment":
-        bits = bits << 2 & 0xFFFFFFFF | bits >> 30
     words, out = bits.to(torch.uint32).view(torch.int32).cuda(), nothing(len(bits), 8)
     source = (Path(__file__).parents[1] / "int4_unpack.cu").read_text()
     program = Program(source, {name: "ppi"}, filename="tests/int4_unpack.cu")
