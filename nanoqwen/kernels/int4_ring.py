@@ -44,7 +44,7 @@ def int4_gemm_ring(
     Args:
         words: (rows rounded up to 16, cols / 8) int32 of the layout "fragment".
         scales: (tiles of 16 rows, cols / group, 16) float16: `nanoqwen.packing.tile_scales` makes them.
-        x: (tokens, cols) or (cols) float16, at most eight tokens; cols is a multiple of 64. With `norm`, (cols) float32.
+        x: (tokens, cols) or (cols) float16, at most eight tokens; cols is a multiple of 64. With `norm` (cols) float32.
         out: (tokens, rows), or (rows) where x has one dimension, float32; a new tensor by default.
         rows: of the matrix, without those that fill the last tile; by default all that `words` has.
         bias: (rows) float32, added to each token's y.
@@ -135,7 +135,7 @@ def _split_x(x: Tensor, group: int, pdl: bool) -> tuple[Tensor, Tensor]:
 _SPLIT = {group: Program(_SOURCE, {f"split_x<{group}>": "pppi"}) for group in (32, 64, 128, 256)}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _program(group: int, tokens: int, form: str, swiglu: bool, zeros: bool) -> tuple[Program, str]:
     """One instance alone: each takes seconds to compile, and a model needs three or four of them."""
     name = f"int4_gemm_ring<{group}, {tokens}, {form}, {str(swiglu).lower()}, {str(zeros).lower()}>"

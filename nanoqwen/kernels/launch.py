@@ -277,7 +277,9 @@ class _GpuKernel:
             self.configs.clear()
         config = _LaunchConfig((ctypes.c_uint * 3)(*grid3), (ctypes.c_uint * 3)(*block3), shared_bytes, stream)
         if pdl and self.has_pdl:
-            self.raw.preferred_shared_memory_carveout = 100  # kernels that split an SM's memory otherwise do not overlap
+            self.raw.preferred_shared_memory_carveout = (
+                100  # kernels that split an SM's memory otherwise do not overlap
+            )
             config.attributes, config.attribute_count = ctypes.addressof(_PDL), 1
         self.configs[_key(grid), _key(block), shared_bytes, pdl, stream] = reference = ctypes.byref(config)
         return reference
