@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
 
     const int parts = min(chunks, RING_WARPS);  // of a tile's sum
     unsigned char* stages = ring + warp * RING_STAGES * STAGE_BYTES;
-    float* partial = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);  // [slots][parts][16][TOKENS]
+    float* partial = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);  // [slots][parts][TOKENS][16]
     SplitGroup* x_groups = reinterpret_cast<SplitGroup*>(partial + slots * parts * 16 * TOKENS);
     unsigned char* x_bytes = ring + RING_WARPS * RING_STAGES * STAGE_BYTES + slots * parts * 64 * TOKENS +
                              (tokens * (cols / GROUP) + 1) / 2 * 16;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     wait_for_predecessor();
 
     if constexpr (INPUT == HALF_X) {
-        constexpr int BATCH = 5;  // loads in flight
+        constexpr int BATCH = TOKENS > 4 ? 7 : 5;  // loads in flight
         for (int first = 0; first + 32 * warp < octets; first += BATCH * RING_THREADS) {
             Pack<__half> pack[BATCH];
 #pragma unroll
@@ -234,12 +234,12 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
             const int this_tile = tile, part = chunks > RING_WARPS ? warp : chunk;
             for (chunk += RING_WARPS; chunk >= chunks; ++tile) chunk -= chunks;
             if (tile != this_tile) {
-                float* to = partial + ((this_tile - first) * parts + part) * 16 * TOKENS;
+                float* to = partial + ((this_tile - first) * parts + part) * TOKENS * 16;
 #pragma unroll
                 for (int m = 0; m < MMAS; ++m) {
                     if (TOKENS > 1 || t == 0) {
-                        to[g * TOKENS + 4 * m + t] = sum[m][0];
-                        to[(g + 8) * TOKENS + 4 * m + t] = sum[m][1];
+                        to[(4 * m + t) * 16 + g] = sum[m][0];
+                        to[(4 * m + t) * 16 + g + 8] = sum[m][1];
                     }
                     sum[m][0] = sum[m][1] = 0.0f;
                 }
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         const auto total = [&](int place, int token) {  // of a row of the tiles first ... last
             float all = 0.0f;
             for (int part = 0; part < parts; ++part) {
-                all += partial[((place / 16 * parts + part) * 16 + place % 16) * TOKENS + token];
+                all += partial[((place / 16 * parts + part) * TOKENS + token) * 16 + place % 16];
             }
             return all * factor;
         };

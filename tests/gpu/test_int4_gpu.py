@@ -111,7 +111,7 @@ def test_the_ring_is_right_at_the_shapes_of_the_7b(rows, cols):
     first = kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows))
     assert error(first, reference, size) < MMA_TOLERANCE
     for _ in range(50):  # a race would not give the same bits each time
-        assert torch.equal(first, kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows), tiles=tiles))
+        assert torch.equal(first, kernels.int4_gemm_ring(words, tiled, x, out=nothing(8, rows), pdl=True))
 
 
 @pytest.mark.parametrize("name", UNPACKS)
