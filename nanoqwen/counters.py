@@ -23,15 +23,16 @@ from nanoqwen.paths import RECORDS as FOLDER
 from nanoqwen.paths import REPO
 from nanoqwen.records import Record
 
-SOURCES = (
+GEMV_SOURCES = (
     "csrc/gemv_naive.cu",
     "csrc/gemv.cu",
     "csrc/include/pack.cuh",
     "csrc/include/types.cuh",
     "csrc/include/warp.cuh",
     "nanoqwen/kernels/gemv.py",
-    "nanoqwen/counters.py",
 )
+"""What makes the GEMV kernels, for every record of them."""
+SOURCES = (*GEMV_SOURCES, "nanoqwen/counters.py")
 KERNELS = ("gemv_naive", "gemv_coalesced", "gemv_vectorized", "gemv_unrolled", "gemv_rows", "gemv")
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES = ((256, 256), (129, 1536), (896, 896), (33, 4864))
