@@ -10,6 +10,7 @@ import torch
 
 from nanoqwen import hardware, models, records
 from nanoqwen.bench_gemv import record_gemv
+from nanoqwen.bench_int4 import record_crossover, record_int4
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
 from nanoqwen.counters import record_counters
@@ -331,6 +332,8 @@ RECORDS: dict[str, Callable[[], object]] = {
     "cpu": record_cpu,
     "gemv": record_gemv,
     "counters": record_counters,
+    "int4": record_int4,
+    "crossover": record_crossover,
 }
 """What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
 

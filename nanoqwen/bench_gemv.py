@@ -150,7 +150,8 @@ class Rotation:
     def samples(self, hot: bool, rounds: int, replay_s: float) -> dict[str, list[float]]:
         """Seconds per call of each kernel and of torch, one sample a round; outputs checked after the timing."""
         outputs = {
-            name: torch.empty(self.copies, self.rows, dtype=self.dtype, device=self.device) for name in (*STEPS, "torch")
+            name: torch.empty(self.copies, self.rows, dtype=self.dtype, device=self.device)
+            for name in (*STEPS, "torch")
         }
 
         def clear() -> None:

@@ -23,15 +23,13 @@ from nanoqwen.paths import RECORDS as FOLDER
 from nanoqwen.paths import REPO
 from nanoqwen.records import Record
 
-GEMV_SOURCES = (
-    "csrc/gemv_naive.cu",
-    "csrc/gemv.cu",
-    "csrc/include/pack.cuh",
-    "csrc/include/types.cuh",
-    "csrc/include/warp.cuh",
-    "nanoqwen/kernels/gemv.py",
+GEMV_SOURCES = (*records.with_headers("gemv_naive.cu", "gemv.cu"), "nanoqwen/kernels/gemv.py")
+INT4_SOURCES = (
+    *records.with_headers("int4_gemv.cu", "quantize_x.cu", "int4_gemm.cu", "int4_ring.cu"),
+    "nanoqwen/kernels/int4.py",
+    "nanoqwen/packing.py",
 )
-"""What makes the GEMV kernels, for every record of them."""
+AWQ_SOURCES = (*records.with_headers("awq_dequantize.cu"), "nanoqwen/kernels/awq.py")
 SOURCES = (*GEMV_SOURCES, "nanoqwen/counters.py")
 KERNELS = ("gemv_naive", "gemv_coalesced", "gemv_vectorized", "gemv_unrolled", "gemv_rows", "gemv")
 DTYPES = ("float32", "bfloat16", "float16")
