@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from nanoqwen import hardware, models, records
+from nanoqwen.bench_awq import record_awq
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.bench_int4 import record_crossover, record_int4
 from nanoqwen.checkpoint import open_checkpoint
@@ -334,6 +335,7 @@ RECORDS: dict[str, Callable[[], object]] = {
     "counters": record_counters,
     "int4": record_int4,
     "crossover": record_crossover,
+    "awq": record_awq,
 }
 """What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
 

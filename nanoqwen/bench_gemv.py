@@ -2,7 +2,8 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -70,12 +71,8 @@ def record_gemv(folder: Path = FOLDER) -> Record:
         raise RuntimeError("the record 'gemv' needs a CUDA GPU: the SIMT machine has no clock")
     device = hardware.default_device()
     machine = hardware.machine(device)
-    gc.collect()
-    gc.freeze()  # torch collects garbage before each of many captures: let it not walk through the imports
-    try:
+    with without_garbage():
         results = {"launch": launch_cost(device), **measure(device, SHAPES, rotate_bytes=3 * machine.cache)}
-    finally:
-        gc.unfreeze()
     protocol = (
         "bf16, one vector, normal data, one process. Cold: weights rotated over at least 3 x L2, so that each call "
         "reads a matrix that the L2 no longer holds. Hot: the same matrix at every call; what fits the L2 comes from "
@@ -224,6 +221,17 @@ def calls_per_replay(seconds: float, copies: int, hot: bool, replay_s: float) ->
     if hot or copies * seconds > SLOW_REPLAY_S:
         return wanted
     return copies * -(-wanted // copies)
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Torch collects garbage before each of many captures: let it not walk through the imports."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

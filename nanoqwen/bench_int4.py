@@ -1,9 +1,7 @@
 """The records `int4` and `crossover`: the INT4 ladder on this GPU beside torch, and when it pays to dequantise."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from nanoqwen import awq, hardware, kernels, records
 from nanoqwen.bench_gemv import SHAPES as GEMV_SHAPES
-from nanoqwen.bench_gemv import race
+from nanoqwen.bench_gemv import race, without_garbage
 from nanoqwen.counters import AWQ_SOURCES, INT4_SOURCES
 from nanoqwen.hardware import Probe
 from nanoqwen.kernels.int4 import MAX_TOKENS
@@ -71,7 +69,7 @@ def record_int4(folder: Path = FOLDER) -> Record:
         RuntimeError: no CUDA GPU, or a wrong result. CeilingError: a cold figure above the datasheet's bandwidth.
     """
     device = _gpu("int4")
-    with _without_garbage():
+    with without_garbage():
         results = measure(device, SHAPES, rotate_bytes=3 * hardware.machine(device).cache)
     protocol = (
         f"INT4 in groups of {GROUP_SIZE} with fp16 scales, one process. Weights normal and rounded, scales and x such "
@@ -97,7 +95,7 @@ def record_crossover(folder: Path = FOLDER) -> Record:
         RuntimeError: no CUDA GPU, or a wrong result.
     """
     device = _gpu("crossover")
-    with _without_garbage():
+    with without_garbage():
         results = crossover(device, CROSSOVER_SHAPES, rotate_bytes=3 * hardware.machine(device).cache)
     protocol = (
         f"One process, timed as the record int4. mma and ring: the fused kernels, {MAX_TOKENS} tokens a call, so "
@@ -116,16 +114,6 @@ def _gpu(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise RuntimeError(f"the record {name!r} needs a CUDA GPU: the SIMT machine has no clock")
     return hardware.default_device()
-
-
-@contextmanager
-def _without_garbage() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()  # torch collects garbage before each of many captures: let it not walk through the imports
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _save(record: Record, folder: Path, table: Callable[[Record], str]) -> Record:
