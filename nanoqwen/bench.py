@@ -12,6 +12,7 @@ from nanoqwen import hardware, models, records
 from nanoqwen.bench_awq import record_awq
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.bench_int4 import record_crossover, record_int4
+from nanoqwen.bench_quality import record_pack, record_quality
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
 from nanoqwen.counters import record_counters
@@ -336,6 +337,8 @@ RECORDS: dict[str, Callable[[], object]] = {
     "int4": record_int4,
     "crossover": record_crossover,
     "awq": record_awq,
+    "quality": record_quality,
+    "pack": record_pack,
 }
 """What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
 
