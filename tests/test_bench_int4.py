@@ -78,6 +78,19 @@ def test_the_record_has_every_step_and_torch_on_each_shape_and_comes_back(record
     assert [rung.kernel for rung in ladder(record)] == [*OURS, *THEIRS]
 
 
+def test_the_readme_s_tables_are_the_record_s(record):
+    text = readme.int4_section(record)
+    for rung in ladder(record):
+        shown = f"| {1e6 * rung.seconds:,.1f} | {rung.rate / 1e9:,.0f} | {100 * rung.of_probe:.1f} "
+        assert f"{shown}| {rung.of_torch_int4:.2f} | {rung.of_torch_bf16:.2f} |" in text
+    assert "`int4_gemv_magic`" in text and "`int4_gemm_ring`" in text and "`torch_int4`" in text
+    for shape, entry in record.results["shapes"].items():
+        best = entry["best"]
+        eight = f"{entry['tokens'][best]['8']['of_one']['p50']:.2f}" if best in GEMM else "–"
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {shape} |"))
+        assert f"| {entry['rows']} × {entry['cols']} | `int4_gem" in row and row.endswith(f"| {eight} |")
+
+
 def test_a_cold_rate_above_the_datasheet_is_refused(record, tmp_path):
     record.results["shapes"]["0.5B o"]["cold"]["ring"]["bytes_per_s"] = 4.9e12
     with pytest.raises(CeilingError, match=r"0\.5B o\.cold\.ring\.bytes_per_s"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoqwen import bench_quality, models, records
+from nanoqwen import bench_quality, cli, models, records
 from nanoqwen.bench_quality import Remembering, code_tokens, pack, pack_table, quality, quality_table, written_out
 from nanoqwen.paths import REPO
 from nanoqwen.quantize import QuantizedLinear, compare, quantize_model
@@ -35,6 +35,15 @@ def test_quality_is_that_of_the_quantised_models(tiny, tmp_path):
     )
     records.save(record, tmp_path)
     assert quality_table(record).count("\n") == 4
+
+
+def test_the_command_line_compares_the_tiny_model(monkeypatch, capsys):
+    monkeypatch.setattr(bench_quality, "TOKENS", {"cpu": 8, "cuda": 8})
+    monkeypatch.setattr(bench_quality, "METHODS", ("rtn",))
+    assert cli.main(["bench", "quality", "--model", "nanoqwen-tiny"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("KL ") == 2 and "rtn, group 128, head 8: KL" in said
+    assert "unquantised: perplexity" in said and "heapq.py" in said
 
 
 def test_the_text_is_python_s_own_and_the_same_each_time(tiny):
