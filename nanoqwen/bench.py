@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from nanoqwen import hardware, models, records
+from nanoqwen.bench_awq import record_awq
 from nanoqwen.bench_gemv import record_gemv
+from nanoqwen.bench_int4 import record_crossover, record_int4
+from nanoqwen.bench_quality import bench_quality, record_pack, record_quality
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
 from nanoqwen.counters import record_counters
@@ -331,8 +334,13 @@ RECORDS: dict[str, Callable[[], object]] = {
     "cpu": record_cpu,
     "gemv": record_gemv,
     "counters": record_counters,
+    "int4": record_int4,
+    "crossover": record_crossover,
+    "awq": record_awq,
+    "quality": record_quality,
+    "pack": record_pack,
 }
 """What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
 
-BENCHES: dict[str, Callable[..., object]] = {"reference": bench_reference}
+BENCHES: dict[str, Callable[..., object]] = {"reference": bench_reference, "quality": bench_quality}
 """What `nanoqwen bench NAME` runs: compares on this machine and prints."""

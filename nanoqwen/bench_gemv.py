@@ -2,7 +2,8 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoqwen import hardware, kernels, records
+from nanoqwen.counters import GEMV_SOURCES
 from nanoqwen.kernels.gemv import C_NAMES
 from nanoqwen.kernels.launch import Program
 from nanoqwen.ledger import below_ceiling
@@ -19,13 +21,8 @@ from nanoqwen.records import Record
 from nanoqwen.timing import percentiles, synchronize, time_calls
 
 SOURCES = (
-    "csrc/gemv_naive.cu",
-    "csrc/gemv.cu",
-    "csrc/include/pack.cuh",
-    "csrc/include/types.cuh",
-    "csrc/include/warp.cuh",
+    *GEMV_SOURCES,
     "csrc/read_probe.cu",
-    "nanoqwen/kernels/gemv.py",
     "nanoqwen/kernels/launch.py",
     "nanoqwen/kernels/arguments.py",
     "nanoqwen/bench_gemv.py",
@@ -74,12 +71,8 @@ def record_gemv(folder: Path = FOLDER) -> Record:
         raise RuntimeError("the record 'gemv' needs a CUDA GPU: the SIMT machine has no clock")
     device = hardware.default_device()
     machine = hardware.machine(device)
-    gc.collect()
-    gc.freeze()  # torch collects garbage before each of many captures: let it not walk through the imports
-    try:
+    with without_garbage():
         results = {"launch": launch_cost(device), **measure(device, SHAPES, rotate_bytes=3 * machine.cache)}
-    finally:
-        gc.unfreeze()
     protocol = (
         "bf16, one vector, normal data, one process. Cold: weights rotated over at least 3 x L2, so that each call "
         "reads a matrix that the L2 no longer holds. Hot: the same matrix at every call; what fits the L2 comes from "
@@ -153,18 +146,19 @@ class Rotation:
 
     def samples(self, hot: bool, rounds: int, replay_s: float) -> dict[str, list[float]]:
         """Seconds per call of each kernel and of torch, one sample a round; outputs checked after the timing."""
-        outputs, replays, calls = {}, {}, {}
-        for name in (*STEPS, "torch"):
-            y = outputs[name] = torch.full((self.copies, self.rows), float("nan"), dtype=self.dtype, device=self.device)
-            call = self._contender(name, y)
-            seconds = min(time_calls(lambda call=call: call(0), self.device, 3, 1))
-            calls[name] = self._calls(seconds, hot, replay_s)
-            y.fill_(float("nan"))
-            order = [0 if hot else i % self.copies for i in range(calls[name])]
-            replays[name] = captured(lambda call=call, order=order: [call(i) for i in order], self.device)
-        times = time_replays(replays, rounds, self.device)
-        self._check(outputs, {name: 1 if hot else min(n, self.copies) for name, n in calls.items()})
-        return {name: [t / calls[name] for t in times[name]] for name in times}
+        outputs = {
+            name: torch.empty(self.copies, self.rows, dtype=self.dtype, device=self.device)
+            for name in (*STEPS, "torch")
+        }
+
+        def clear() -> None:
+            for y in outputs.values():
+                y.fill_(float("nan"))
+
+        contenders = {name: self._contender(name, y) for name, y in outputs.items()}
+        times, written = race(contenders, self.copies, rounds, replay_s, self.device, clear, hot)
+        self._check(outputs, written)
+        return times
 
     def _contender(self, name: str, y: Tensor) -> Callable[[int], object]:
         if name == "torch":
@@ -172,17 +166,6 @@ class Rotation:
             return lambda i: torch.mm(x, self.w[i].t(), out=y[i][None])
         kernel = STEPS[name]
         return lambda i: kernel(self.w[i], self.x, out=y[i])
-
-    def _calls(self, seconds: float, hot: bool, replay_s: float) -> int:
-        """Calls in one replay: whole rounds of the copies, or fewer of a slow kernel.
-
-        A slow kernel always begins with the first copy. It is cold all the same: the kernels before it have read the
-        last copies since.
-        """
-        wanted = max(1, round(replay_s / seconds))
-        if hot or self.copies * seconds > SLOW_REPLAY_S:
-            return wanted
-        return self.copies * -(-wanted // self.copies)
 
     def _check(self, outputs: Mapping[str, Tensor], written: Mapping[str, int]) -> None:
         for i in range(max(written.values())):
@@ -197,6 +180,58 @@ class Rotation:
                             f"{name} on {self.rows} x {len(x)} is off by {error:.3g} of the result's norm; "
                             f"it must be below {limit}"
                         )
+
+
+def race(
+    contenders: Mapping[str, Callable[[int], object]],
+    copies: int,
+    rounds: int,
+    replay_s: float,
+    device: torch.device,
+    clear: Callable[[], None],
+    hot: bool = False,
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds per call of each contender, one sample a round, taken in turn; and of how many copies each made outputs.
+
+    Args:
+        contenders: by name, what is called with the number of a copy of the data.
+        replay_s: what one sample should last; a GPU's calls are captured in a graph.
+        clear: fills the outputs with NaN. Called when all are warmed up and captured, before anything is timed.
+        hot: each call takes the first copy.
+    """
+    replays, calls = {}, {}
+    for name, call in contenders.items():
+        seconds = min(time_calls(lambda call=call: call(0), device, 3, 1))
+        calls[name] = calls_per_replay(seconds, copies, hot, replay_s)
+        order = [0 if hot else i % copies for i in range(calls[name])]
+        replays[name] = captured(lambda call=call, order=order: [call(i) for i in order], device)
+    clear()
+    times = time_replays(replays, rounds, device)
+    written = {name: 1 if hot else min(n, copies) for name, n in calls.items()}
+    return {name: [t / calls[name] for t in times[name]] for name in times}, written
+
+
+def calls_per_replay(seconds: float, copies: int, hot: bool, replay_s: float) -> int:
+    """Calls in one replay: whole rounds of the copies, or fewer of a slow kernel.
+
+    A slow kernel always begins with the first copy. It is cold all the same: the kernels before it have read the last
+    copies since.
+    """
+    wanted = max(1, round(replay_s / seconds))
+    if hot or copies * seconds > SLOW_REPLAY_S:
+        return wanted
+    return copies * -(-wanted // copies)
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Torch collects garbage before each of many captures: let it not walk through the imports."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -1,6 +1,8 @@
-"""The record `counters`: what Nsight Compute counts for every GEMV kernel, beside what the SIMT machine counts.
+"""The record `counters`: what Nsight Compute counts for every kernel, beside what the SIMT machine counts, and the
+instructions and bytes that the INT4 ladder takes on a large matrix.
 
-`python -m nanoqwen.counters` launches every case once on a GPU, in order: it is the process that `ncu` watches.
+`python -m nanoqwen.counters` launches every case once on a GPU, in order, `python -m nanoqwen.counters issue` the
+ladder: they are the processes that `ncu` watches.
 """
 
 import csv
@@ -9,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,23 +20,31 @@ import torch
 from torch import Tensor
 
 from nanoqwen import kernels, records, simt
+from nanoqwen.awq import dequantize_reference
 from nanoqwen.kernels.gemv import H200_SMS
+from nanoqwen.kernels.int4 import choose
+from nanoqwen.packing import FRAGMENT, GROUP_SIZE, pack, tile_scales
 from nanoqwen.paths import RECORDS as FOLDER
 from nanoqwen.paths import REPO
 from nanoqwen.records import Record
 
-SOURCES = (
-    "csrc/gemv_naive.cu",
-    "csrc/gemv.cu",
-    "csrc/include/pack.cuh",
-    "csrc/include/types.cuh",
-    "csrc/include/warp.cuh",
-    "nanoqwen/kernels/gemv.py",
-    "nanoqwen/counters.py",
+GEMV_SOURCES = (*records.with_headers("gemv_naive.cu", "gemv.cu"), "nanoqwen/kernels/gemv.py")
+INT4_SOURCES = (
+    *records.with_headers("int4_gemv.cu", "quantize_x.cu", "int4_gemm.cu", "int4_ring.cu"),
+    "nanoqwen/kernels/int4.py",
+    "nanoqwen/packing.py",
 )
+AWQ_SOURCES = (*records.with_headers("awq_dequantize.cu"), "nanoqwen/kernels/awq.py")
+SOURCES = (*GEMV_SOURCES, *INT4_SOURCES, *AWQ_SOURCES, "nanoqwen/counters.py")
 KERNELS = ("gemv_naive", "gemv_coalesced", "gemv_vectorized", "gemv_unrolled", "gemv_rows", "gemv")
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES = ((256, 256), (129, 1536), (896, 896), (33, 4864))
+INT4_KERNELS = (*(f"int4_gemv_{step}" for step in ("naive", "warp", "prmt", "dp4a", "magic")), "int4_gemm_mma")
+INT4_SHAPES = ((33, 896), (16, 1536), (33, 3584), (17, 4864))  # rows, columns
+AWQ_KERNELS = ("awq_v1", "awq_v2", "awq_v3")
+AWQ_DTYPES = ("bfloat16", "float16")
+AWQ_SHAPES = ((128, 896), (256, 256), (384, 1536))  # in, out
+ISSUE_SHAPE = (37888, 3584)
 METRICS = {
     "load_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
@@ -43,6 +53,15 @@ METRICS = {
     "shared_load_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
     "shared_store_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
 }
+ISSUE = {
+    "instructions": "smsp__inst_executed.sum",
+    "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_read_bytes": "dram__bytes_read.sum",
+    "dram_written_bytes": "dram__bytes_write.sum",
+    "nanoseconds": "gpu__time_duration.sum",
+}
+"""What tells whether instructions or the memory hold a kernel up. The time is that under ncu, at whatever clocks."""
 GLOBAL = tuple(METRICS)[:4]
 """The counts that must be equal. Of shared memory the compilers may load several words at once, so it may differ."""
 
@@ -53,29 +72,72 @@ class NoCounters(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One launch."""
+    """One call of a kernel's function, as the CUDA source calls the kernel. `dtype` int4: fp16 x and scales."""
 
     kernel: str
     dtype: str
     rows: int
     cols: int
 
-    def inputs(self, device: str | torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """w, x and y, in memory of their own."""
-        make = torch.Generator().manual_seed(self.rows + self.cols)
-        w, x = (torch.randn(size, generator=make) for size in ((self.rows, self.cols), (self.cols,)))
-        return tuple(t.to(device, getattr(torch, self.dtype)) for t in (w, x, torch.zeros(self.rows)))
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """The kernels that the call launches, in order."""
+        return ("quantize_x", self.kernel) if self.kernel == "int4_gemv_dp4a" else (self.kernel,)
 
-    def launch(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        # The same instance of the last step on every machine.
+    def inputs(self, device: str | torch.device) -> tuple[Tensor, ...]:
+        """Weights, x where there is one, and y, in memory of their own."""
+        make = torch.Generator().manual_seed(self.rows + self.cols)
+        if self.dtype == "int4":
+            values, scales = self._int4(make)
+            tiled = self.kernel == "int4_gemm_mma"
+            weights = (pack(values, FRAGMENT), tile_scales(scales)) if tiled else (pack(values), scales)
+            made = (*weights, torch.randn(self.cols, generator=make).half(), torch.zeros(self.rows))
+        elif self.kernel in AWQ_KERNELS:
+            groups, words = self.rows // GROUP_SIZE, self.cols // 8
+            numbers = torch.randint(-(2**31), 2**31, (self.rows + groups, words), generator=make, dtype=torch.int32)
+            qweight, qzeros = (part.clone() for part in numbers.split((self.rows, groups)))
+            scales = (torch.rand(groups, self.cols, generator=make) * 0.03).half()
+            made = (qweight, qzeros, scales, torch.zeros(self.rows, self.cols, dtype=getattr(torch, self.dtype)))
+        else:
+            w, x = (torch.randn(size, generator=make) for size in ((self.rows, self.cols), (self.cols,)))
+            made = tuple(t.to(getattr(torch, self.dtype)) for t in (w, x, torch.zeros(self.rows)))
+        return tuple(t.to(device) for t in made)
+
+    def launch(self, *tensors: Tensor) -> Tensor:
+        # The same instance of the last steps on every machine.
+        *given, out = tensors
+        if self.kernel in AWQ_KERNELS:
+            return getattr(kernels, f"awq_dequantize_{self.kernel.removeprefix('awq_')}")(*given, out)
+        if self.kernel == "int4_gemm_mma":
+            tiles = choose(16 * -(-self.rows // 16), H200_SMS)
+            return kernels.int4_gemm_mma(*given, out, rows=self.rows, shape=tiles)
         chosen = {"sms": H200_SMS} if self.kernel == "gemv" else {}
-        return getattr(kernels, self.kernel)(w, x, y, **chosen)
+        return getattr(kernels, self.kernel)(*given, out, **chosen)
+
+    def reference(self, *tensors: Tensor) -> Tensor:
+        """What `launch` should give for the same tensors, in float64 on the CPU."""
+        first, *rest = (tensor.cpu() for tensor in tensors)
+        if self.kernel in AWQ_KERNELS:
+            return dequantize_reference(first, *rest[:2], torch.float32).T.double()
+        if self.dtype != "int4":
+            return first.double() @ rest[0].double()
+        values, scales = self._int4(torch.Generator().manual_seed(self.rows + self.cols))
+        return (values.double() * scales.double().repeat_interleave(GROUP_SIZE, dim=1)) @ rest[1].double()
+
+    def _int4(self, make: torch.Generator) -> tuple[Tensor, Tensor]:
+        values = torch.randint(-8, 8, (self.rows, self.cols), generator=make, dtype=torch.int8)
+        scales = torch.rand(self.rows, self.cols // GROUP_SIZE, generator=make) * 0.03 + 1e-3
+        return values, scales.half()
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.dtype} {self.rows}x{self.cols}"
 
 
-CASES = tuple(Case(k, d, *shape) for k in KERNELS for d in DTYPES for shape in SHAPES)
+CASES = (
+    *(Case(k, d, *shape) for k in KERNELS for d in DTYPES for shape in SHAPES),
+    *(Case(k, "int4", *shape) for k in INT4_KERNELS for shape in INT4_SHAPES),
+    *(Case(k, d, *shape) for k in AWQ_KERNELS for d in AWQ_DTYPES for shape in AWQ_SHAPES),
+)
 
 
 def simulate(case: Case) -> dict[str, int]:
@@ -99,6 +161,7 @@ def record_counters(folder: Path = FOLDER) -> Record | str:
         simulated = [simulate(case) for case in CASES]
     try:
         hardware_counts, version = on_gpu.result()
+        issue = issue_on_gpu()
     except NoCounters as reason:
         return (
             f"{counts_table(list(zip(CASES, simulated, strict=True)))}\n"
@@ -110,15 +173,16 @@ def record_counters(folder: Path = FOLDER) -> Record | str:
         names = {"kernel": case.kernel, "dtype": case.dtype, "rows": case.rows, "cols": case.cols}
         cases.append({**names, "hardware": theirs, "simulated": ours, "difference": difference})
     protocol = (
-        "ncu watched a process that launched every case once; only kernels named gemv were profiled. Requests and "
-        "sectors are those of the load/store unit for global memory, wavefronts those for shared memory. The SIMT "
-        "machine observed the same launches on the same inputs on a CPU; difference is simulated minus hardware, where "
-        "it is not zero. Clocks left alone."
+        "ncu watched a process that called every case once; only our kernels were profiled. Requests and sectors are "
+        "those of the load/store unit for global memory, wavefronts those for shared memory; int4_gemv_dp4a includes "
+        "quantize_x. The SIMT machine observed the same launches on the same inputs on a CPU; difference is simulated "
+        "minus hardware, where it is not zero. issue: another such process, one launch of each step of the INT4 ladder "
+        "and of the 16-bit gemv on one large matrix, in groups of 128, caches flushed by ncu. Clocks left alone."
     )
-    results = {"ncu": version, "metrics": METRICS, "gemv_sms": H200_SMS, "cases": cases}
+    results = {"ncu": version, "metrics": METRICS, "gemv_sms": H200_SMS, "cases": cases, "issue": issue}
     record = records.make("counters", results, protocol, SOURCES)
     path = records.save(record, folder)
-    print(parity_table(record))
+    print(f"{parity_table(record)}\n{issue_table(record)}")
     print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
     return record
 
@@ -132,6 +196,32 @@ def count_on_gpu(cases: Sequence[Case], timeout: float = 300) -> tuple[list[dict
     Raises:
         NoCounters: no GPU, no `ncu`, or the driver refuses. RuntimeError: `ncu` or the process it watched failed.
     """
+    return _watched([], METRICS, lambda text: match(parse(text), cases), timeout)
+
+
+def issue_on_gpu(timeout: float = 300) -> dict:
+    """Instructions, bytes and shares of `ISSUE` for each launch of the INT4 ladder on one large matrix.
+
+    Raises:
+        NoCounters, RuntimeError: as `count_on_gpu`.
+    """
+    names = [*(name for step in INT4_KERNELS for name in Case(step, "int4", 1, 1).launched), "int4_gemm_ring", "gemv"]
+
+    def read(text: str) -> list[dict]:
+        launches = parse(text, ISSUE, _number)
+        if [base_name(name) for name, _ in launches] != names:
+            raise ValueError(f"ncu saw {', '.join(base_name(name) for name, _ in launches)}, not {', '.join(names)}")
+        return [{"kernel": name, **figures} for name, (_, figures) in zip(names, launches, strict=True)]
+
+    rows, cols = ISSUE_SHAPE
+    found, _ = _watched(["issue"], ISSUE, read, timeout)
+    return {"rows": rows, "cols": cols, "metrics": ISSUE, "launches": found}
+
+
+def _watched(
+    words: Sequence[str], metrics: Mapping[str, str], read: Callable[[str], list], timeout: float
+) -> tuple[list, str]:
+    """What `read` makes of the table that `ncu` writes about this module run with `words`, and ncu's version."""
     if not torch.cuda.is_available():
         raise NoCounters("there is no CUDA GPU here")
     ncu = shutil.which("ncu")
@@ -139,17 +229,10 @@ def count_on_gpu(cases: Sequence[Case], timeout: float = 300) -> tuple[list[dict
         raise NoCounters("ncu is not on the PATH; it comes with the CUDA toolkit, or as Nsight Compute by itself")
     with tempfile.TemporaryDirectory() as work:
         log = Path(work) / "counts.csv"
-        command = [
-            ncu,
-            "--clock-control",
-            "none",
-            "--metrics",
-            ",".join(METRICS.values()),
-            "--kernel-name",
-            "regex:gemv",
-        ]
+        command = [ncu, "--clock-control", "none", "--metrics", ",".join(metrics.values())]
+        command += ["--kernel-name", "regex:gemv|int4_|quantize_x|awq_v"]
         command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
-        command += [sys.executable, "-m", "nanoqwen.counters"]
+        command += [sys.executable, "-m", "nanoqwen.counters", *words]
         try:
             done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, errors="replace", timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -164,7 +247,7 @@ def count_on_gpu(cases: Sequence[Case], timeout: float = 300) -> tuple[list[dict
     if done.returncode:
         raise RuntimeError(f"ncu ended with exit status {done.returncode}:\n" + "\n".join(said.split("\n")[-30:]))
     try:
-        return match(parse(text), cases), _version(ncu)
+        return read(text), _version(ncu)
     except ValueError as error:
         tail = "\n".join(said.strip().split("\n")[-12:])
         raise RuntimeError(f"{error}; ncu's last words:\n{tail}") from None
@@ -176,48 +259,65 @@ def _version(ncu: str) -> str:
     return found[1] if found else "unknown"
 
 
-def parse(text: str) -> list[tuple[str, dict[str, int]]]:
-    """(kernel's name, counts by the names of `METRICS`) of each launch in the CSV that `ncu` writes, in order.
+def parse(
+    text: str, metrics: Mapping[str, str] = METRICS, number: Callable[[str, str], float] | None = None
+) -> list[tuple[str, dict[str, float]]]:
+    """(kernel's name, counts by the names of `metrics`) of each launch in the CSV that `ncu` writes, in order.
+
+    Args:
+        number: the text of a cell and its metric → the number; by default it must be a whole one.
 
     Raises:
-        ValueError: no table, a metric that is missing, or a count that is no whole number.
+        ValueError: no table, a metric that is missing, or a count that is no such number.
     """
+    number = number or _whole
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if re.match(r'"?ID"?,', line)), None)
     if start is None:
         raise ValueError("ncu wrote no table")
     rows = list(csv.reader(line for line in lines[start:] if line.strip() and not line.startswith("==")))
     header, body = rows[0], [row for row in rows[1:] if row and row[0].strip().isdigit()]  # the units' row has no ID
-    if missing := [name for name in ("Kernel Name", *METRICS.values()) if name not in header]:
+    if missing := [name for name in ("Kernel Name", *metrics.values()) if name not in header]:
         raise ValueError(f"ncu's table lacks the column {missing[0]}")
     launches = []
     for row in body:
         cells = dict(zip(header, row, strict=False))
-        counts = {name: _whole(cells.get(metric, ""), metric) for name, metric in METRICS.items()}
+        counts = {name: number(cells.get(metric, ""), metric) for name, metric in metrics.items()}
         launches.append((cells["Kernel Name"], counts))
     return launches
 
 
 def _whole(text: str, metric: str) -> int:
     """'67,584' or '67584.00' → 67584."""
-    plain = re.sub(r"[,\s\u00a0\u202f']", "", text)
-    if not re.fullmatch(r"\d+(\.0*)?", plain):
+    value = _number(text, metric, "a whole number")
+    if value != int(value):
         raise ValueError(f"ncu gives {metric} as {text!r}; it must be a whole number")
-    return int(plain.split(".")[0])
+    return int(value)
+
+
+def _number(text: str, metric: str, wanted: str = "a number") -> float:
+    """'67,584.5' → 67584.5."""
+    plain = re.sub(r"[,\s\u00a0\u202f']", "", text)
+    if not re.fullmatch(r"\d+(\.\d*)?", plain):
+        raise ValueError(f"ncu gives {metric} as {text!r}; it must be {wanted}")
+    return float(plain)
 
 
 def match(launches: Sequence[tuple[str, dict[str, int]]], cases: Sequence[Case]) -> list[dict[str, int]]:
-    """The counts of each case: launches come in the order of the cases.
+    """The counts of each case, of all its launches together: they come in the order of the cases.
 
     Raises:
-        ValueError: more or fewer launches than cases, or one of another kernel.
+        ValueError: more or fewer launches than the cases make, or one of another kernel.
     """
-    if len(launches) != len(cases):
-        raise ValueError(f"ncu saw {len(launches)} launches of the kernels, not {len(cases)}")
-    for i, ((name, _), case) in enumerate(zip(launches, cases, strict=True)):
-        if base_name(name) != case.kernel:
-            raise ValueError(f"launch {i} is {name!r} to ncu; it must be {case}")
-    return [counts for _, counts in launches]
+    wanted = [(kernel, case) for case in cases for kernel in case.launched]
+    if len(launches) != len(wanted):
+        raise ValueError(f"ncu saw {len(launches)} launches of the kernels, not {len(wanted)}")
+    counts = {case: dict.fromkeys(METRICS, 0) for case in cases}
+    for i, ((name, found), (kernel, case)) in enumerate(zip(launches, wanted, strict=True)):
+        if base_name(name) != kernel:
+            raise ValueError(f"launch {i} is {name!r} to ncu; it must be {kernel} of {case}")
+        counts[case] = {metric: counts[case][metric] + found[metric] for metric in METRICS}
+    return list(counts.values())
 
 
 def base_name(name: str) -> str:
@@ -229,17 +329,37 @@ def base_name(name: str) -> str:
 
 
 def main() -> None:
-    """Launch every case once, in order, and check what came out."""
+    """Call every case once, in order, and check what came out."""
     device = torch.device("cuda", 0)
     inputs = [case.inputs(device) for case in CASES]
     torch.cuda.synchronize()
     outputs = [case.launch(*tensors) for case, tensors in zip(CASES, inputs, strict=True)]
     torch.cuda.synchronize()
-    for case, y, (w, x, _) in zip(CASES, outputs, inputs, strict=True):
-        reference = w.double().cpu() @ x.double().cpu()
-        error = ((y.double().cpu() - reference).norm() / reference.norm()).item()
-        if not error < 1e-2:
-            raise RuntimeError(f"{case} is off by {error:.3g} of the result's norm under ncu")
+    for case, y, tensors in zip(CASES, outputs, inputs, strict=True):
+        _check(str(case), y, case.reference(*tensors))
+
+
+def issue() -> None:
+    """Call every step of the INT4 ladder and the 16-bit `gemv` once on a large matrix, and check what came out."""
+    from nanoqwen.bench_int4 import GEMM, GEMV, Weights  # here: that module names this one's sources
+
+    weights = Weights(*ISSUE_SHAPE, torch.device("cuda", 0), rotate_bytes=0, tokens=1)
+    fragments, x = weights.fragments[0], weights.x[0]
+    calls = {
+        name: lambda kernel=kernel: kernel(weights.shuffled[0], weights.scales[0], x) for name, kernel in GEMV.items()
+    }
+    calls |= {name: lambda kernel=kernel: kernel(*fragments, x) for name, kernel in GEMM.items()}
+    calls["gemv"] = lambda: kernels.gemv(weights.bf16[0], weights.x_bf16[0])
+    reference = next(weights.products(None))
+    for name, call in calls.items():
+        _check(name, call(), reference)
+
+
+def _check(name: str, y: Tensor, reference: Tensor) -> None:
+    y, reference = y.double().cpu(), reference.cpu()
+    error = ((y - reference).norm() / reference.norm()).item()
+    if not error < 2e-2:
+        raise RuntimeError(f"{name} is off by {error:.3g} of the result's norm under ncu")
 
 
 # Tables
@@ -272,5 +392,18 @@ def _with_shared(counts: dict[str, int]) -> list[int]:
     return [*(counts[name] for name in GLOBAL), counts["shared_load_wavefronts"] + counts["shared_store_wavefronts"]]
 
 
+def issue_table(record: Record) -> str:
+    """The section `issue` of the record as a table of text."""
+    found = record.results["issue"]
+    weights = found["rows"] * found["cols"]
+    lines = [f"{'kernel':<18} {'instr. a weight':>16} {'issue %':>8} {'DRAM %':>7} {'MB read':>8} {'µs':>7}"]
+    for f in found["launches"]:
+        lines.append(
+            f"{f['kernel']:<18} {32 * f['instructions'] / weights:>16.3f} {f['issue_percent']:>8.1f} "
+            f"{f['dram_percent']:>7.1f} {f['dram_read_bytes'] / 1e6:>8.1f} {f['nanoseconds'] / 1e3:>7.1f}"
+        )
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    main()
+    issue() if sys.argv[1:] == ["issue"] else main()

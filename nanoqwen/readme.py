@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from nanoqwen import records
+from nanoqwen import bench_int4, records
 from nanoqwen.bench_gemv import ladder
 from nanoqwen.counters import GLOBAL, parity_table
 from nanoqwen.paths import DATA, REPO
@@ -28,6 +28,17 @@ CHANGES = {
     "rows": "two rows a warp",
     "gemv": "the launch chosen for the shape",
     "torch": "cuBLAS",
+}
+INT4_CHANGES = {
+    "naive": "one thread a row",
+    "warp": "a warp a row, 16 bytes a lane, unpacked by shifts",
+    "prmt": "unpacked by byte permutes",
+    "dp4a": "x in INT8, four products an instruction",
+    "magic": "unpacked into half2, two products an instruction",
+    "mma": "tensor cores, one to eight tokens",
+    "ring": "the weights through a ring of bulk copies",
+    "torch_int4": "`_weight_int4pack_mm`",
+    "torch_bf16": "cuBLAS, 16-bit weights",
 }
 
 
@@ -79,6 +90,48 @@ def ladder_section(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def int4_section(record: Record) -> str:
+    """The README's tables of the INT4 ladder, in Markdown."""
+    shapes, probe = record.results["shapes"], record.results["ceilings"]["read_probe"]["bytes_per_s"]
+    entry = shapes[SHAPE]
+    lines = [
+        "## A quarter of the bytes",
+        "",
+        f"The same matrix in INT4, groups of {record.results['group']}, cold, launches included. Recorded on one "
+        f"{record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s.",
+        "",
+        "| kernel | what changed | µs | GB/s | % of the read probe | times torch's int4 | times cuBLAS in bf16 |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for rung in bench_int4.ladder(record, SHAPE):
+        name = _int4_name(rung.kernel)
+        lines.append(
+            f"| `{name}` | {INT4_CHANGES[rung.kernel]} | {1e6 * rung.seconds:,.1f} | {rung.rate / 1e9:,.0f} "
+            f"| {100 * rung.of_probe:.1f} | {rung.of_torch_int4:.2f} | {rung.of_torch_bf16:.2f} |"
+        )
+    lines += [
+        "",
+        "The fastest step on each matrix, and what eight tokens cost beside one:",
+        "",
+        "| matrix | rows × columns | kernel | µs | % of the read probe | times torch's int4 | eight tokens |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for shape, entry in shapes.items():
+        best, f = entry["best"], entry["cold"][entry["best"]]
+        eight = f"{entry['tokens'][best]['8']['of_one']['p50']:.2f}" if best in entry["tokens"] else "–"
+        lines.append(
+            f"| {shape} | {entry['rows']} × {entry['cols']} | `{_int4_name(best)}` | {1e6 * f['seconds']['p50']:,.1f} "
+            f"| {100 * f['of_probe']:.1f} | {f['versus_torch_int4']['p50']:.2f} | {eight} |"
+        )
+    return "\n".join([*lines, ""]) + "\n"
+
+
+def _int4_name(kernel: str) -> str:
+    if kernel.startswith("torch"):
+        return kernel
+    return f"int4_gemm_{kernel}" if kernel in bench_int4.GEMM else f"int4_gemv_{kernel}"
+
+
 # Where the compilers made different loops of one source: kernel, bytes of a row, and what differs.
 UNEQUAL_LOADS = {("gemv_vectorized", 1792)}
 WHY_UNEQUAL = """\
@@ -112,6 +165,7 @@ def parity_section(record: Record) -> str:
 
 SECTIONS: dict[str, tuple[Path, str, Callable[[Record], str]]] = {
     "ladder": (REPO / "README.md", "gemv", ladder_section),
+    "int4": (REPO / "README.md", "int4", int4_section),
     "parity": (REPO / "csrc" / "simt" / "README.md", "counters", parity_section),
 }
 """Section: the page it stands on, the record it shows, and how."""

@@ -73,6 +73,18 @@ def hash_sources(paths: Sequence[str | Path], repo: Path = REPO) -> dict[str, st
     return {Path(p).as_posix(): hashlib.sha256((repo / p).read_bytes()).hexdigest() for p in paths}
 
 
+def with_headers(*kernels: str) -> tuple[str, ...]:
+    """Sources under csrc, and the headers of csrc/include that they include: paths in the repository, sorted."""
+    found, left = set(), [f"csrc/{name}" for name in kernels]
+    while left:
+        source = left.pop()
+        if source not in found:
+            found.add(source)
+            text = (REPO / source).read_text(encoding="utf-8")
+            left += [f"csrc/include/{name}" for name in re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)]
+    return tuple(sorted(found))
+
+
 def record_environment(device: str | torch.device | None = None) -> dict:
     """The fields of a `Record` that this process and machine fill in.
 

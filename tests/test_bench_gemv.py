@@ -11,6 +11,7 @@ from nanoqwen.bench_gemv import (
     SHAPES,
     STEPS,
     Rotation,
+    calls_per_replay,
     captured,
     gemv_table,
     ladder,
@@ -89,9 +90,9 @@ def test_copies_cover_what_is_asked_and_differ():
     rotation = Rotation(16, 64, torch.bfloat16, CPU, 10 * 16 * 64 * 2 - 1)
     assert rotation.copies == 10 and Rotation(16, 64, torch.bfloat16, CPU, 1).copies == 2
     assert all(not torch.equal(a, b) for a, b in pairwise(rotation.w))
-    assert rotation._calls(1e-6, False, 25e-6) == 30  # whole rounds of the copies
-    assert rotation._calls(5e-3, False, 2e-3) == 1  # a slow kernel makes fewer
-    assert rotation._calls(1e-6, True, 25e-6) == 25
+    assert calls_per_replay(1e-6, 10, False, 25e-6) == 30  # whole rounds of the copies
+    assert calls_per_replay(5e-3, 10, False, 2e-3) == 1  # a slow kernel makes fewer
+    assert calls_per_replay(1e-6, 10, True, 25e-6) == 25
 
 
 @pytest.mark.parametrize("spoil", ["nothing", "zeros", "one", "nan"])

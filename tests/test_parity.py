@@ -48,14 +48,37 @@ SAMPLE = "\n".join(
 
 
 def row_bytes(entry):
-    return entry["cols"] * getattr(torch, entry["dtype"]).itemsize
+    return entry["cols"] // 2 if entry["dtype"] == "int4" else entry["cols"] * getattr(torch, entry["dtype"]).itemsize
 
 
-@recorded
-def test_the_record_holds_every_kernel_three_dtypes_and_three_shapes():
-    cases = {(c["kernel"], c["dtype"], c["rows"], c["cols"]) for c in RECORDED_CASES}
-    assert cases == {(c.kernel, c.dtype, c.rows, c.cols) for c in CASES}
-    assert len({c[2:] for c in cases}) >= 3 and len({c[1] for c in cases}) == 3
+FAMILIES = {"gemv": counters.KERNELS, "int4": counters.INT4_KERNELS, "awq": counters.AWQ_KERNELS}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_record_holds_every_kernel_dtype_and_shape(family):
+    seen = {
+        Case(c["kernel"], c["dtype"], c["rows"], c["cols"]) for c in RECORDED_CASES if c["kernel"] in FAMILIES[family]
+    }
+    if not seen:
+        pytest.skip(f"there is no record of the hardware's counts for {family} yet")
+    assert seen == {case for case in CASES if case.kernel in FAMILIES[family]}
+
+
+def test_there_are_cases_enough_to_tell_an_accident():
+    for kernels in FAMILIES.values():
+        for kernel in kernels:
+            assert len({(case.rows, case.cols) for case in CASES if case.kernel == kernel}) >= 3
+    assert {case.cols for case in CASES if case.dtype == "int4"} == {896, 1536, 3584, 4864}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kernel not in counters.KERNELS][::5], ids=str)
+def test_a_case_s_reference_is_what_its_kernel_gives(case):
+    tensors = case.inputs("cpu")
+    y = case.launch(*tensors)
+    assert y is tensors[-1]
+    counters._check(str(case), y, case.reference(*tensors))
+    with pytest.raises(RuntimeError, match="is off by"):
+        counters._check(str(case), 1.1 * y, case.reference(*tensors))
 
 
 @recorded
@@ -71,9 +94,7 @@ def test_the_machine_counts_what_the_hardware_counted(entry):
 
 @recorded
 def test_the_unequal_loads_are_those_of_a_loop_unrolled_by_four():
-    cases = [
-        c for c in RECORDED_CASES if (c["kernel"], c["cols"] * getattr(torch, c["dtype"]).itemsize) in UNEQUAL_LOADS
-    ]
+    cases = [c for c in RECORDED_CASES if (c["kernel"], row_bytes(c)) in UNEQUAL_LOADS]
     assert cases
     for case in cases:
         steps = [len(range(lane, case["cols"] // 8, 32)) for lane in range(32)]  # of 16-byte packs
@@ -103,6 +124,29 @@ def test_hand_counted_launches_come_out():
     # A warp a row, 512 bytes a request: two requests of w and two of x, 16 sectors each; one lane stores.
     counts = simulate(Case("gemv_vectorized", "float32", 256, 256))
     assert [counts[name] for name in GLOBAL] == [256 * 4, 256 * 4 * 16, 256, 256]
+    # Of a row's 448 bytes of INT4 28 lanes load 16 each; four times 16 of x, 64 apart: every sector of the row's 1792
+    # bytes, half of it each time; and 7 scales in 14 bytes, in one sector or two.
+    rows = [{byte // 32 for byte in (14 * row, 14 * row + 13)} for row in range(33)]
+    counts = simulate(Case("int4_gemv_warp", "int4", 33, 896))
+    sectors = 33 * (14 + 4 * 28) + sum(map(len, rows))
+    assert [counts[name] for name in GLOBAL] == [33 * 6, sectors, 33, 33]
+    # A thread a word, eight elements of 2 bytes: a warp stores 512 bytes in a request.
+    words = 128 * 896 // 8
+    counts = simulate(Case("awq_v2", "bfloat16", 128, 896))
+    assert [counts[name] for name in GLOBAL][2:] == [words // 32, words // 32 * 16]
+
+
+def test_a_call_of_two_kernels_counts_as_their_sum():
+    names = list(METRICS)
+    case = Case("int4_gemv_dp4a", "int4", 33, 896)
+    assert case.launched == ("quantize_x", "int4_gemv_dp4a")
+    launches = [(name, dict(zip(names, range(start, start + 6), strict=True))) for name, start in
+                (("quantize_x", 1), ("int4_gemv_dp4a(const unsigned int *, int)", 10))]  # fmt: skip
+    assert match(launches, [case]) == [dict(zip(names, range(11, 23, 2), strict=True))]
+    with pytest.raises(
+        ValueError, match="launch 1 is 'quantize_x' to ncu; it must be int4_gemv_dp4a of int4_gemv_dp4a"
+    ):
+        match([launches[0], launches[0]], [case])
 
 
 # What ncu writes
@@ -152,7 +196,7 @@ def test_launches_are_matched_in_order_and_by_name():
     assert match(launches, cases) == [counts for _, counts in launches]
     with pytest.raises(ValueError, match="2 launches of the kernels, not 1"):
         match(launches, cases[:1])
-    with pytest.raises(ValueError, match=r"launch 0 is 'void gemv_naive.*must be gemv float32 1x8"):
+    with pytest.raises(ValueError, match=r"launch 0 is 'void gemv_naive.*must be gemv of gemv float32 1x8"):
         match(launches, cases[::-1])
 
 
@@ -229,6 +273,7 @@ def test_counts_become_a_record_with_the_differences(gpu, monkeypatch, tmp_path)
     }  # fmt: skip
     monkeypatch.setattr(records, "record_environment", lambda device=None: environment)
     monkeypatch.setattr(counters, "CASES", cases)
+    monkeypatch.setattr(counters, "issue_on_gpu", lambda: ISSUED)
     record = counters.record_counters(tmp_path / "records")
     assert records.load("counters", "NVIDIA H200", tmp_path / "records") == record
     assert record.results["ncu"] == "2025.3.1.0"
@@ -236,6 +281,54 @@ def test_counts_become_a_record_with_the_differences(gpu, monkeypatch, tmp_path)
     table = counters.parity_table(record)
     assert "| `gemv_naive` | float32 | 256 x 256 | 4,096 | 67,584 | 8 | 32 | 0 |" in table
     assert "| 3 (0) |" in table
+    assert "0.024     55.5    71.2     70.1    27.0" in counters.issue_table(record)
+
+
+FIGURES = ("int4_gemm_mma", 1e5, 55.5, 71.2, 7.01e7, 3e5, 27e3)
+ISSUED = {
+    "rows": 37888,
+    "cols": 3584,
+    "metrics": counters.ISSUE,
+    "launches": [dict(zip(("kernel", *counters.ISSUE), FIGURES, strict=True))],
+}
+LADDER = [
+    "int4_gemv_naive", "int4_gemv_warp", "int4_gemv_prmt", "quantize_x", "int4_gemv_dp4a", "int4_gemv_magic",
+    "void int4_gemm_mma<(int)128, (int)4, (int)2>(const uint4 *)", "int4_gemm_ring<128, 2>(const uint4 *)", "gemv<T>()",
+]  # fmt: skip
+
+
+def test_instructions_and_bytes_of_the_ladder_are_read_launch_by_launch(gpu, tmp_path):
+    header = line(*HEADER[:6], *counters.ISSUE.values())
+    rows = [launch(i, name, "1,000", 45.25, 60, "7e1", 0, "9 000")[: -len(',"9.0"')] for i, name in enumerate(LADDER)]
+
+    def write(rows):
+        (tmp_path / "table").write_text("\n".join([header, *rows]).replace("7e1", "70,000,000"))
+
+    write(rows)
+    gpu(
+        'case "$*" in *--version*) exit 0;; *"nanoqwen.counters issue"*) ;; *) exit 1;; esac\n'
+        f'while [ "$1" != --log-file ]; do shift; done; cp {tmp_path / "table"} "$2"'
+    )
+    found = counters.issue_on_gpu()
+    assert [each["kernel"] for each in found["launches"]] == [base_name(name) for name in LADDER]
+    figures = {"instructions": 1000, "issue_percent": 45.25, "dram_percent": 60, "dram_read_bytes": 7e7}
+    assert found["launches"][0] == {
+        "kernel": "int4_gemv_naive", **figures, "dram_written_bytes": 0, "nanoseconds": 9000,
+    }  # fmt: skip
+    write(rows[1:])
+    with pytest.raises(RuntimeError, match=r"ncu saw int4_gemv_warp, .*, not int4_gemv_naive, "):
+        counters.issue_on_gpu()
+
+
+@recorded
+def test_the_recorded_ladder_reads_its_matrix_once():
+    if "issue" not in RECORD.results:
+        pytest.skip("the ladder's instructions have not been recorded yet")
+    found = RECORD.results["issue"]
+    matrix = found["rows"] * found["cols"] / 2 * (1 + 4 / 128)
+    for each in found["launches"]:
+        if each["kernel"] not in ("gemv", "quantize_x", "int4_gemv_naive"):
+            assert each["dram_read_bytes"] == pytest.approx(matrix, rel=0.03)
 
 
 def test_the_watched_process_launches_every_case_in_order(monkeypatch):
@@ -243,9 +336,10 @@ def test_the_watched_process_launches_every_case_in_order(monkeypatch):
     monkeypatch.setattr(torch, "device", lambda *a: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(counters, "CASES", CASES[::9])
-    monkeypatch.setattr(Case, "launch", lambda self, w, x, y: (order.append(self), y.copy_(w @ x))[1])
+    launch = Case.launch
+    monkeypatch.setattr(Case, "launch", lambda self, *tensors: (order.append(self), launch(self, *tensors))[1])
     counters.main()
     assert order == list(CASES[::9])
-    monkeypatch.setattr(Case, "launch", lambda self, w, x, y: y)
+    monkeypatch.setattr(Case, "launch", lambda self, *tensors: tensors[-1])
     with pytest.raises(RuntimeError, match="is off by 1 of the result's norm"):
         counters.main()
