@@ -1,9 +1,9 @@
 """The records `int4` and `crossover`: the INT4 ladder on this GPU beside torch, and when it pays to dequantise."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +39,11 @@ GEMV: dict[str, Callable] = {
     "dp4a": kernels.int4_gemv_dp4a,
     "magic": kernels.int4_gemv_magic,
 }
-GEMM: dict[str, Callable] = {"mma": kernels.int4_gemm_mma, "ring": kernels.int4_gemm_ring}
+GEMM: dict[str, Callable] = {
+    "mma": kernels.int4_gemm_mma,
+    "ring": kernels.int4_gemm_ring,
+    "pdl": functools.partial(kernels.int4_gemm_ring, pdl=True),
+}
 OURS = (*GEMV, *GEMM)
 THEIRS = ("torch_int4", "torch_bf16")
 SHAPES = {
@@ -79,7 +83,8 @@ def record_int4(folder: Path = FOLDER) -> Record:
         "every contender replays its graph once, in turn, and every other round in the opposite order; a sample is the "
         "time between CUDA events around a replay over its calls. Ours: x fp16, y fp32; dp4a includes quantize_x. "
         f"torch_int4 is aten._weight_int4pack_mm (inner tiles {INNER_TILES}), torch_bf16 is torch.mm (cuBLAS), both "
-        "with x and y in bf16. versus_...: that one's time over the kernel's, round by round. Bytes: words, scales, x "
+        "with x and y in bf16. pdl is ring with programmatic dependent launch: it fetches weights while the call before it still "
+        "runs, as in a decode step. versus_...: that one's time over the kernel's, round by round. Bytes: words, scales, x "
         "and y, once each. best: of ours, the lowest median. tokens: the same with 1 to 8 rows of x, in a race of "
         "their own; of_one: time over that of one token, round by round. error: largest over the copies, of the norm "
         "of the float64 product with the dequantised weights; outputs were filled with NaN before the timing and are "
@@ -146,23 +151,23 @@ class Weights:
         self.x = normal(tokens, cols).bfloat16().half()
         self.x_bf16 = self.x.bfloat16()
 
-    @cached_property
+    @functools.cached_property
     def shuffled(self) -> list[Tensor]:
         return [pack(values) for values in self.values]
 
-    @cached_property
+    @functools.cached_property
     def fragments(self) -> list[tuple[Tensor, Tensor]]:
         return [(pack(v, FRAGMENT), tile_scales(s)) for v, s in zip(self.values, self.scales, strict=True)]
 
-    @cached_property
+    @functools.cached_property
     def bf16(self) -> list[Tensor]:
         return [_scaled(v, s, torch.float32).bfloat16() for v, s in zip(self.values, self.scales, strict=True)]
 
-    @cached_property
+    @functools.cached_property
     def torch_int4(self) -> list[tuple[Tensor, Tensor]]:
         return [_for_torch(v, s) for v, s in zip(self.values, self.scales, strict=True)]
 
-    @cached_property
+    @functools.cached_property
     def awq(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         return [for_awq(v, s) for v, s in zip(self.values, self.scales, strict=True)]
 
