@@ -10,7 +10,7 @@
 //   gemv_vectorized   the same, 16 bytes a lane: fewer, wider requests
 //   gemv_unrolled     the same, four loads in flight before the first is used
 //   gemv_rows         the same, two rows a warp: x is read once for both
-//   gemv              lanes per row, loads in flight and rows at a time chosen for the shape
+//   gemv              lanes per row and loads in flight chosen for the shape
 
 #include "pack.cuh"
 #include "types.cuh"
@@ -117,8 +117,8 @@ __global__ void gemv_rows(const T* w, const T* x, T* y, int rows, int cols) {
 
 // Step 5. Changed: how many lanes share a row and how many loads each has in flight are chosen for the
 // shape (nanoqwen/kernels/gemv.py says how). A matrix of few rows gives a warp each too little to fill
-// the GPU, so up to four warps share one; then the loads are as many as the row has for each lane, and a
-// row costs one round trip to memory. Blocks of 128 threads, 128 / LANES rows each.
+// the GPU, so up to four warps share one; then the loads are as many as a row has for each
+// lane, seven at most. Blocks of 128 threads, 128 / LANES rows each.
 template <typename T, int LANES, int LOADS>
 __global__ void __launch_bounds__(128) gemv(const T* __restrict__ w, const T* __restrict__ x, T* y, int rows, int cols) {
     constexpr int N = Pack<T>::size;
