@@ -36,6 +36,7 @@
 constexpr int RING_STAGES = 2, RING_WARPS = 16, RING_THREADS = 32 * RING_WARPS;
 constexpr int RING_CHUNK = 512;  // columns of a stage
 enum Input { HALF_X, NORM_X, SPLIT_X };
+template <int n> struct Count { static constexpr int value = n; };
 extern __shared__ __align__(128) unsigned char ring[];
 
 // x (tokens, cols) as whole numbers, for SPLIT_X. Launch: a thread for each eight columns of all tokens.
@@ -46,7 +47,8 @@ __global__ void split_x(const __half* x, unsigned char* bytes, SplitGroup* group
     const int octet = blockIdx.x * blockDim.x + threadIdx.x;
     float v[8];
     unpack_halves((octet < octets ? load_pack(x + octet * 8) : zero_pack<__half>()).bits, v);
-    split_octet<GROUP, true>(v, octet, octet < octets, bytes, groups);
+    const SplitOctet split = split_octet<GROUP, true>(v);
+    if (octet < octets) store_octet<GROUP>(split, octet, bytes, groups);
 }
 
 template <int GROUP, int TOKENS, Input INPUT, bool SWIGLU, bool ZEROS>
@@ -98,9 +100,16 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         for (int stage = 0; stage < RING_STAGES; ++stage) fill(stage);
     }
     __syncwarp();
-    const int octets = tokens * (cols / 8);
+    // A warp takes 32 octets of x at a time. Blocks begin at different ones, else all would ask for the same at once.
+    const int octets = tokens * (cols / 8), pieces = (octets + 31) / 32;
+    const auto octet_of = [&](int i) {
+        const int piece = i * RING_WARPS + warp, turned = piece + pieces * blockIdx.x / gridDim.x;
+        return piece < pieces ? (turned < pieces ? turned : turned - pieces) * 32 + lane : octets;
+    };
     if constexpr (INPUT == NORM_X) {  // nor does the norm depend on anyone; it waits where its octet of x will lie
-        for (int octet = threadIdx.x; octet < octets; octet += RING_THREADS) {
+        for (int i = 0; i * RING_WARPS < pieces; ++i) {
+            const int octet = octet_of(i);
+            if (octet >= octets) continue;
             const uint4 eight = load_pack(norm + octet * 8).bits;
             *reinterpret_cast<uint2*>(x_bytes + octet_place(octet)) = make_uint2(eight.x, eight.y);
             *reinterpret_cast<uint2*>(x_bytes + octet_place(octet) + 64) = make_uint2(eight.z, eight.w);
@@ -109,28 +118,37 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     wait_for_predecessor();
 
     if constexpr (INPUT == HALF_X) {
-        constexpr int BATCH = TOKENS > 4 ? 7 : 5;  // loads in flight
-        for (int first = 0; first + 32 * warp < octets; first += BATCH * RING_THREADS) {
-            Pack<__half> pack[BATCH];
+        const auto split = [&](auto count) {  // loads of so many pieces in flight
+            constexpr int COUNT = decltype(count)::value;
+            for (int i0 = 0; i0 * RING_WARPS < pieces; i0 += COUNT) {
+                Pack<__half> pack[COUNT];
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const int octet = first + i * RING_THREADS + threadIdx.x;
-                pack[i] = octet < octets ? load_pack(static_cast<const __half*>(x) + octet * 8) : zero_pack<__half>();
-            }
+                for (int i = 0; i < COUNT; ++i) {
+                    const int octet = octet_of(i0 + i);
+                    pack[i] = octet < octets ? load_pack(static_cast<const __half*>(x) + octet * 8) : zero_pack<__half>();
+                }
+                SplitOctet made[COUNT];
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const int octet = first + i * RING_THREADS + threadIdx.x;
-                if (octet - lane >= octets) break;
-                float v[8];
-                unpack_halves(pack[i].bits, v);
-                split_octet<GROUP, ZEROS>(v, octet, octet < octets, x_bytes, x_groups);
+                for (int i = 0; i < COUNT; ++i) {
+                    float v[8];
+                    unpack_halves(pack[i].bits, v);
+                    made[i] = split_octet<GROUP, ZEROS>(v);
+                }
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) {
+                    const int octet = octet_of(i0 + i);
+                    if (octet < octets) store_octet<GROUP>(made[i], octet, x_bytes, x_groups);
+                }
             }
-        }
+        };
+        if (pieces <= RING_WARPS) split(Count<1>());
+        else split(Count<(TOKENS > 4 ? 7 : 5)>());
         __syncthreads();
     }
     if constexpr (INPUT == NORM_X) {
         float square = 0.0f;
-        for (int octet = threadIdx.x; octet - lane < octets; octet += RING_THREADS) {
+        for (int i = 0; i * RING_WARPS < pieces; ++i) {
+            const int octet = octet_of(i);
             float v[8] = {};
             if (octet < octets) {
                 const float4 a = static_cast<const float4*>(x)[octet * 2], b = static_cast<const float4*>(x)[octet * 2 + 1];
@@ -139,12 +157,13 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
                 const float h[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
                 unpack_halves(make_uint4(w.x, w.y, w4.x, w4.y), v);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    square = fmaf(h[i], h[i], square);
-                    v[i] *= h[i];
+                for (int j = 0; j < 8; ++j) {
+                    square = fmaf(h[j], h[j], square);
+                    v[j] *= h[j];
                 }
             }
-            split_octet<GROUP, ZEROS>(v, octet, octet < octets, x_bytes, x_groups);
+            const SplitOctet split = split_octet<GROUP, ZEROS>(v);
+            if (octet < octets) store_octet<GROUP>(split, octet, x_bytes, x_groups);
         }
         square = warp_sum(square);
         if (lane == 0) squares[warp] = square;

@@ -1,9 +1,9 @@
 // x as whole numbers of 16 bits, in two signed bytes, for the integer tensor cores.
 //
-//   x[k] = scale * (256 * high[k] + low[k]),   scale = max |x| of the group / 32512
+//   x[k] = scale * (256 * high[k] + low[k]),   scale a power of two, the smallest with which the group's largest fits
 //
-// Half an ulp of a half is 1/4096 of a number at least, and this is 1/65024 of the group's largest. The products with
-// INT4 weights are then whole numbers too, and their sum over a group is exact.
+// A half has 11 bits, so whatever is at least 1/16 of its group's largest is kept exactly, and the rest to within
+// 1/32768 of it. The products with INT4 weights are then whole numbers too, and their sum over a group is exact.
 //
 // A piece of 64 columns is 128 bytes, in the order in which `mma` wants them: 64 high bytes, 64 low bytes. Of each, lane
 // t of four reads 16: octet t of the first 32 columns, octet t of the last 32. An octet is in the order of the
@@ -29,20 +29,25 @@ struct SplitGroup {
 // Where the high bytes of an octet lie; the low ones are 64 bytes further.
 __device__ __forceinline__ size_t octet_place(int octet) { return octet / 8 * 128 + octet % 4 * 16 + octet / 4 % 2 * 8; }
 
-// An octet of each lane; GROUP / 8 neighbouring lanes make a group. All lanes of the warp call; `kept` is false for one
-// past the end.
+struct SplitOctet {
+    uint2 high, low;
+    SplitGroup group;
+};
+
+// An octet of each lane; GROUP / 8 neighbouring lanes make a group. All lanes of the warp call.
 template <int GROUP, bool SUM>
-__device__ __forceinline__ void split_octet(const float (&x)[8], int octet, bool kept, unsigned char* bytes,
-                                            SplitGroup* groups) {
+__device__ __forceinline__ SplitOctet split_octet(const float (&x)[8]) {
     constexpr int LANES = GROUP / 8;
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: a float there counts in ones, its low bits are the number
-    unsigned bits = 0;  // of the largest magnitude; as whole numbers, so that NaN is larger than all others
+    unsigned most = 0;  // the largest magnitude, its bits as a whole number: so NaN is larger than all others
 #pragma unroll
-    for (int i = 0; i < 8; ++i) bits = max(bits, __float_as_uint(x[i]) & 0x7fffffffu);
+    for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
 #pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
-    const float most = __uint_as_float(bits);
-    const float inverse = most > 1e-30f ? 32512.0f / most : 0.0f;
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+    // Its exponent, one more where 2^14 times its fraction would pass 32639, which is 256 * 127 + 127.
+    const unsigned exponent = max((most + 0x00010000u) >> 23, 19u);
+    const float inverse = __uint_as_float((268 - exponent) << 23);
+    const float scale = __uint_as_float(exponent == 255 ? 0x7fffffffu : (exponent - 18) << 23);  // NaN, or with the 1/16
     unsigned v[8], up[8];  // the byte above: rounded, since the low byte is -128 ... 127
     int sum = 0;
 #pragma unroll
@@ -52,13 +57,17 @@ __device__ __forceinline__ void split_octet(const float (&x)[8], int octet, bool
         if constexpr (SUM) sum += static_cast<int>(v[i] - __float_as_uint(SHIFT));
     }
     if constexpr (SUM) sum = warp_sum<LANES>(sum);
-    if (!kept) return;
-    const unsigned low[2] = {prmt(prmt(v[0], v[4], 0x0040u), prmt(v[1], v[5], 0x0040u), 0x5410u),
-                             prmt(prmt(v[2], v[6], 0x0040u), prmt(v[3], v[7], 0x0040u), 0x5410u)};
-    const unsigned high[2] = {prmt(prmt(up[0], up[4], 0x0051u), prmt(up[1], up[5], 0x0051u), 0x5410u),
-                              prmt(prmt(up[2], up[6], 0x0051u), prmt(up[3], up[7], 0x0051u), 0x5410u)};
+    return {make_uint2(prmt(prmt(up[0], up[4], 0x0051u), prmt(up[1], up[5], 0x0051u), 0x5410u),
+                       prmt(prmt(up[2], up[6], 0x0051u), prmt(up[3], up[7], 0x0051u), 0x5410u)),
+            make_uint2(prmt(prmt(v[0], v[4], 0x0040u), prmt(v[1], v[5], 0x0040u), 0x5410u),
+                       prmt(prmt(v[2], v[6], 0x0040u), prmt(v[3], v[7], 0x0040u), 0x5410u)),
+            {scale, sum}};
+}
+
+template <int GROUP>
+__device__ __forceinline__ void store_octet(const SplitOctet& split, int octet, unsigned char* bytes, SplitGroup* groups) {
     unsigned char* to = bytes + octet_place(octet);
-    *reinterpret_cast<uint2*>(to) = make_uint2(high[0], high[1]);
-    *reinterpret_cast<uint2*>(to + 64) = make_uint2(low[0], low[1]);
-    if (octet % LANES == 0) groups[octet / LANES] = {most * (1.0f / 32512 / 16), sum};
+    *reinterpret_cast<uint2*>(to) = split.high;
+    *reinterpret_cast<uint2*>(to + 64) = split.low;
+    if (octet % (GROUP / 8) == 0) groups[octet / (GROUP / 8)] = split.group;
 }
