@@ -1,5 +1,15 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
+from nanoqwen.kernels.attention import (
+    attention_online,
+    attention_workspace,
+    choose_splits,
+    paged_attention,
+    paged_attention_mma,
+    paged_attention_prefetch,
+    paged_attention_split,
+    rope_append,
+)
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
@@ -14,10 +24,13 @@ from nanoqwen.kernels.int4 import (
 )
 
 __all__ = [
+    "attention_online",
+    "attention_workspace",
     "awq_dequantize",
     "awq_dequantize_v1",
     "awq_dequantize_v2",
     "awq_dequantize_v3",
+    "choose_splits",
     "gemv",
     "gemv_coalesced",
     "gemv_naive",
@@ -31,5 +44,10 @@ __all__ = [
     "int4_gemv_naive",
     "int4_gemv_prmt",
     "int4_gemv_warp",
+    "paged_attention",
+    "paged_attention_mma",
+    "paged_attention_prefetch",
+    "paged_attention_split",
     "quantize_x",
+    "rope_append",
 ]
