@@ -268,5 +268,5 @@ class PagedKV:
     def _places(self, mine: _Sequence, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Page and slot of each token from `start` to `end`."""
         tokens = torch.arange(start, end, device=self.pool.device)
-        pages = torch.tensor(mine.pages, device=self.pool.device)
+        pages = torch.tensor(mine.pages, dtype=torch.long, device=self.pool.device)
         return pages[tokens // self.page_size], tokens % self.page_size
