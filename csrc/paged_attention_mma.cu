@@ -6,7 +6,7 @@
 // Must move:  kv_heads * tokens * 2 * HEAD_DIM elements, each once.
 // Launch:     (splits, kv_heads) blocks of 256 threads.
 // Sums:       fp32; exp(s - m) is rounded to T before it meets V.
-// Teaches:    one query is too few for a tensor core, but the query heads of a group are up to eight, and that is its N.
+// Teaches:    one query is too few for a tensor core; the query heads of a group are up to eight, which is its N.
 //
 // A page is 16 tokens, the M of mma.m16n8k16. Nothing of it passes through shared memory: lane (g, t), g = lane / 4 and
 // t = lane % 4, loads from the page what it will hold as a piece of the tile, 16 bytes at a time.
@@ -126,18 +126,20 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
         look_up(step + WARPS);
     }
     for (; step < end; step += WARPS) {
-        float s[PAGES][4];  // tokens g and g + 8 of the page; of each, heads 2t and 2t + 1
+        float s[PAGES][4] = {};  // tokens g and g + 8 of the page; of each, heads 2t and 2t + 1
 #pragma unroll
-        for (int p = 0; p < PAGES; ++p) {
+        for (int b = 0; b < BLOCKS; ++b) {  // pages inside: a product need not wait for the one before it
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[p][i] = 0.0f;
-#pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
+            for (int p = 0; p < PAGES; ++p) {
                 const uint4 top = k[p][b][0], bottom = k[p][b][1];
-                const unsigned a0[4] = {top.x, bottom.x, top.y, bottom.y}, b0[2] = {query[b].x, query[b].y};
-                const unsigned a1[4] = {top.z, bottom.z, top.w, bottom.w}, b1[2] = {query[b].z, query[b].w};
-                multiply(s[p], a0, b0, T());
-                multiply(s[p], a1, b1, T());
+                const unsigned a[4] = {top.x, bottom.x, top.y, bottom.y}, x[2] = {query[b].x, query[b].y};
+                multiply(s[p], a, x, T());
+            }
+#pragma unroll
+            for (int p = 0; p < PAGES; ++p) {
+                const uint4 top = k[p][b][0], bottom = k[p][b][1];
+                const unsigned a[4] = {top.z, bottom.z, top.w, bottom.w}, x[2] = {query[b].z, query[b].w};
+                multiply(s[p], a, x, T());
             }
         }
         if (step + WARPS < end) ask_keys(step + WARPS);

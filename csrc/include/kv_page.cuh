@@ -1,6 +1,6 @@
 // A page of the KV cache: PAGE_SIZE tokens of one KV head, all their keys and then all their values, one run of memory.
 //
-//   pages (pages, kv_heads, 2, PAGE_SIZE, HEAD_DIM) of one layer; table (max_pages): the page of tokens 16 i ... 16 i + 15
+//   pages (pages, kv_heads, 2, PAGE_SIZE, HEAD_DIM) of one layer; table (max_pages): the page of each 16 tokens
 //
 // Lengths lie in the GPU's memory, so that a captured graph sees them grow. `length` counts the tokens of steps that
 // have ended; a kernel that comes after rope_append attends to one more, which is what its `appended` says.
