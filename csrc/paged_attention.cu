@@ -89,14 +89,17 @@ __global__ void paged_attention_split(const T* q, const T* pages, const int* tab
 template <typename T, int HEAD_DIM>
 __global__ void combine_splits(const float* partial, const float* lse, T* out, int splits) {
     const int head = blockIdx.x, heads = gridDim.x, dim = threadIdx.x;
-    OnlineSoftmax<1> softmax;  // an answer of weight exp(lse) counts as a token of score lse
-    for (int s = 0; s < splits; ++s) {
-        const float score = lse[s * heads + head];
-        if (score == minus_infinity()) continue;
-        const float value[1] = {partial[(s * heads + head) * HEAD_DIM + dim]};
-        softmax.add(score, value);
+    float m = minus_infinity(), total = 0.0f, sum = 0.0f;
+#pragma unroll 16
+    for (int s = 0; s < splits; ++s) m = fmaxf(m, lse[s * heads + head]);
+    if (m == minus_infinity()) m = 0.0f;  // no split had a token
+#pragma unroll 16
+    for (int s = 0; s < splits; ++s) {  // with the maximum known, no load waits for the one before it
+        const float weight = expf(lse[s * heads + head] - m);
+        total += weight;
+        sum = fmaf(weight, partial[(s * heads + head) * HEAD_DIM + dim], sum);
     }
-    out[head * HEAD_DIM + dim] = from_float<T>(softmax.normalised(0));
+    out[head * HEAD_DIM + dim] = from_float<T>(total == 0.0f ? 0.0f : sum / total);
 }
 
 template <typename T> __device__ __forceinline__ float2 word_to_float2(unsigned word);

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from nanoqwen import hardware, models, records
+from nanoqwen.bench_attention import record_attention
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
@@ -330,6 +331,7 @@ RECORDS: dict[str, Callable[[], object]] = {
     "reference": record_reference,
     "cpu": record_cpu,
     "gemv": record_gemv,
+    "attention": record_attention,
     "counters": record_counters,
 }
 """What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
