@@ -39,12 +39,14 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], 
     mma_16x8x16_bf16(d, a, b);
 }
 // Two neighbours in a word, the first at the lower address.
-template <typename T>
-__device__ __forceinline__ unsigned word_from(float first, float second) {
-    const T pair[2] = {from_float<T>(first), from_float<T>(second)};
-    unsigned word;
-    memcpy(&word, pair, sizeof word);
-    return word;
+template <typename T> __device__ __forceinline__ unsigned word_from(float first, float second);
+template <> __device__ __forceinline__ unsigned word_from<__half>(float first, float second) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+template <> __device__ __forceinline__ unsigned word_from<__nv_bfloat16>(float first, float second) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const unsigned*>(&pair);
 }
 // exp2(a - m), where minus infinity less itself is minus infinity.
 __device__ __forceinline__ float weight_against(float a, float m) {
