@@ -48,9 +48,105 @@ template <> __device__ __forceinline__ unsigned word_from<__nv_bfloat16>(float f
     const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
     return *reinterpret_cast<const unsigned*>(&pair);
 }
-// exp2(a - m), where minus infinity less itself is minus infinity.
-__device__ __forceinline__ float weight_against(float a, float m) {
-    return a == minus_infinity() ? 0.0f : exp2f(a - m);
+// What the warps of a block tell each other.
+template <int TILES>
+struct Board {
+    float4 tiles[WARPS][TILES][32];
+    float maximum[WARPS][HEADS], sum[WARPS][HEADS];
+    bool is_last;
+};
+
+// The warps' answers become one. A lane brings its tiles of O, and m and l of heads 2t and 2t + 1 (l of its
+// own tokens); it gets tile `warp` of the block's answer, normalised, and the block's m and l.
+// The tiles keep the order in which the registers have them, so that neither stores nor loads conflict.
+template <int TILES>
+__device__ __forceinline__ void add_warps(Board<TILES>& board, const float (&o)[TILES][4], float (&m)[2], float (&l)[2],
+                                          float (&answer)[4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) l[h] += __shfl_xor_sync(0xffffffffu, l[h], d);
+        if (lane < 4) {
+            board.maximum[warp][2 * t + h] = m[h];
+            board.sum[warp][2 * t + h] = l[h];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) board.tiles[warp][i][lane] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
+    __syncthreads();
+
+    float weight[WARPS][2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        m[h] = minus_infinity();
+        l[h] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) m[h] = fmaxf(m[h], board.maximum[w][2 * t + h]);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float theirs = board.maximum[w][2 * t + h];  // a warp without tokens weighs nothing
+            weight[w][h] = theirs == minus_infinity() ? 0.0f : exp2f(theirs - m[h]);
+            l[h] = fmaf(weight[w][h], board.sum[w][2 * t + h], l[h]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) answer[i] = 0.0f;
+    if (warp >= TILES) return;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const float4 piece = board.tiles[w][warp][lane];
+        answer[0] = fmaf(weight[w][0], piece.x, answer[0]);
+        answer[1] = fmaf(weight[w][1], piece.y, answer[1]);
+        answer[2] = fmaf(weight[w][0], piece.z, answer[2]);
+        answer[3] = fmaf(weight[w][1], piece.w, answer[3]);
+    }
+    const float scale[2] = {l[0] == 0.0f ? 0.0f : 1.0f / l[0], l[1] == 0.0f ? 0.0f : 1.0f / l[1]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) answer[i] *= scale[i % 2];
+}
+
+// The answers of the splits become one, in the order of the splits: the same bits whoever arrives last.
+template <int TILES>
+__device__ __forceinline__ void add_splits(float* weights, const float4* partial, const float* lse, int splits,
+                                           float (&answer)[4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    constexpr int AHEAD = 16;  // answers on their way: nothing else hides their latency now
+    float4 piece[AHEAD];
+    const auto ask = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (first + i < splits) piece[i] = partial[((first + i) * TILES + warp) * 32 + lane];
+        }
+    };
+    if (warp < TILES) ask(0);
+    for (int i = threadIdx.x; i < splits * HEADS; i += 32 * WARPS) weights[i] = lse[i];
+    __syncthreads();
+    if (warp >= TILES) return;
+    float top[2] = {minus_infinity(), minus_infinity()}, whole[2] = {};
+    for (int other = 0; other < splits; ++other) {
+        top[0] = fmaxf(top[0], weights[other * HEADS + 2 * t]);
+        top[1] = fmaxf(top[1], weights[other * HEADS + 2 * t + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) answer[i] = 0.0f;
+    for (int first = 0; first < splits; first += AHEAD) {
+        if (first > 0) ask(first);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (first + i >= splits) break;
+            const float w0 = exp2f(weights[(first + i) * HEADS + 2 * t] - top[0]);
+            const float w1 = exp2f(weights[(first + i) * HEADS + 2 * t + 1] - top[1]);
+            whole[0] += w0;
+            whole[1] += w1;
+            answer[0] = fmaf(w0, piece[i].x, answer[0]);
+            answer[1] = fmaf(w1, piece[i].y, answer[1]);
+            answer[2] = fmaf(w0, piece[i].z, answer[2]);
+            answer[3] = fmaf(w1, piece[i].w, answer[3]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) answer[i] /= whole[i % 2];
 }
 
 template <typename T, int HEAD_DIM, int PAGES>
@@ -193,103 +289,27 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
         look_up(step + 2 * WARPS);
     }
 
-    // The warps' answers meet. Each keeps the order in which its registers have it, so that neither the stores nor the
-    // loads conflict; warp w then adds up tile w of all of them.
-    __shared__ float4 tiles[WARPS][TILES][32];
-    __shared__ float maximum[WARPS][HEADS], sum[WARPS][HEADS];
-    __shared__ bool is_last;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) l[h] += __shfl_xor_sync(0xffffffffu, l[h], d);
-        if (g == 0) {
-            maximum[warp][2 * t + h] = m[h];
-            sum[warp][2 * t + h] = l[h];
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) tiles[warp][i][lane] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
-    __syncthreads();
-
-    float total[2] = {}, weight[WARPS][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        m[h] = maximum[0][2 * t + h];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) m[h] = fmaxf(m[h], maximum[w][2 * t + h]);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            weight[w][h] = weight_against(maximum[w][2 * t + h], m[h]);
-            total[h] = fmaf(weight[w][h], sum[w][2 * t + h], total[h]);
-        }
-    }
-    const float scale[2] = {total[0] == 0.0f ? 0.0f : 1.0f / total[0], total[1] == 0.0f ? 0.0f : 1.0f / total[1]};
-    float answer[4] = {};  // dimensions d and d + 1; of each, heads 2t and 2t + 1
-    if (warp < TILES) {
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float4 piece = tiles[w][warp][lane];
-            answer[0] = fmaf(weight[w][0], piece.x, answer[0]);
-            answer[1] = fmaf(weight[w][1], piece.y, answer[1]);
-            answer[2] = fmaf(weight[w][0], piece.z, answer[2]);
-            answer[3] = fmaf(weight[w][1], piece.w, answer[3]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) answer[i] *= scale[i % 2];
-    }
-
+    __shared__ Board<TILES> board;
+    float answer[4];  // of tile `warp`: two dimensions, and of each, heads 2t and 2t + 1
+    add_warps(board, o, m, l, answer);
     if (live_splits > 1) {
-        // So do those of the splits: whoever arrives last finds all the others there, and adds them up in their order.
-        float4* mine = partial + static_cast<size_t>(kv_head * gridDim.x + split) * TILES * 32;
+        float4* answers = partial + static_cast<size_t>(kv_head * gridDim.x) * TILES * 32;
         float* lses = lse + kv_head * gridDim.x * HEADS;
-        if (warp < TILES) mine[warp * 32 + lane] = make_float4(answer[0], answer[1], answer[2], answer[3]);
+        if (warp < TILES) {
+            answers[(split * TILES + warp) * 32 + lane] = make_float4(answer[0], answer[1], answer[2], answer[3]);
+        }
         if (threadIdx.x < 4) {
-            lses[split * HEADS + 2 * t] = m[0] + log2f(total[0]);
-            lses[split * HEADS + 2 * t + 1] = m[1] + log2f(total[1]);
+            lses[split * HEADS + 2 * t] = m[0] + log2f(l[0]);
+            lses[split * HEADS + 2 * t + 1] = m[1] + log2f(l[1]);
         }
         __syncthreads();
-        if (threadIdx.x == 0) {
-            is_last = atomic_add_acq_rel(&arrivals[kv_head], 1u) == static_cast<unsigned>(live_splits - 1);
-            if (is_last) arrivals[kv_head] = 0u;  // for the next launch
+        if (threadIdx.x == 0) {  // whoever arrives last finds all the others there
+            board.is_last = atomic_add_acq_rel(&arrivals[kv_head], 1u) == static_cast<unsigned>(live_splits - 1);
+            if (board.is_last) arrivals[kv_head] = 0u;  // for the next launch
         }
         __syncthreads();
-        if (!is_last) return;
-
-        float* weights = reinterpret_cast<float*>(tiles);
-        for (int i = threadIdx.x; i < live_splits * HEADS; i += 32 * WARPS) weights[i] = lses[i];
-        __syncthreads();
-        if (warp >= TILES) return;
-        float top[2] = {minus_infinity(), minus_infinity()};
-        for (int other = 0; other < live_splits; ++other) {
-            top[0] = fmaxf(top[0], weights[other * HEADS + 2 * t]);
-            top[1] = fmaxf(top[1], weights[other * HEADS + 2 * t + 1]);
-        }
-        float whole[2] = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) answer[i] = 0.0f;
-        const float4* theirs = partial + (static_cast<size_t>(kv_head * gridDim.x) * TILES + warp) * 32 + lane;
-        constexpr int AHEAD = 16;  // answers on their way: nothing else hides their latency now
-        for (int first = 0; first < live_splits; first += AHEAD) {
-            float4 piece[AHEAD];
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                if (first + i < live_splits) piece[i] = theirs[(first + i) * TILES * 32];
-            }
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                if (first + i >= live_splits) break;
-                const float w0 = exp2f(weights[(first + i) * HEADS + 2 * t] - top[0]);
-                const float w1 = exp2f(weights[(first + i) * HEADS + 2 * t + 1] - top[1]);
-                whole[0] += w0;
-                whole[1] += w1;
-                answer[0] = fmaf(w0, piece[i].x, answer[0]);
-                answer[1] = fmaf(w1, piece[i].y, answer[1]);
-                answer[2] = fmaf(w0, piece[i].z, answer[2]);
-                answer[3] = fmaf(w1, piece[i].w, answer[3]);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) answer[i] /= whole[i % 2];
+        if (!board.is_last) return;
+        add_splits<TILES>(reinterpret_cast<float*>(board.tiles), answers, lses, live_splits, answer);
     }
     if (warp >= TILES) return;
     const int dim = 64 * (warp / 4) + 8 * g + 2 * (warp % 4);
