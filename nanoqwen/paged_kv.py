@@ -270,3 +270,27 @@ class PagedKV:
         tokens = torch.arange(start, end, device=self.pool.device)
         pages = torch.tensor(mine.pages, dtype=torch.long, device=self.pool.device)
         return pages[tokens // self.page_size], tokens % self.page_size
+
+
+def stored_in_8_bits(x: Tensor, form: str = "int8") -> Tensor:
+    """Keys or values as they would come back from a cache of half the bytes: what it would cost, before any kernel.
+
+    Each token of each KV head has a scale of its own, in fp32: (head_dim + 4) bytes for 2 head_dim.
+
+    Args:
+        x: (..., head_dim), of any floating dtype.
+        form: "int8", or "fp8" for float8_e4m3fn.
+
+    Returns:
+        x rounded to the form, in float32; zeros stay zeros.
+
+    Raises:
+        ValueError: another form.
+    """
+    largest = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
+    if form not in largest:
+        raise ValueError(f"form is {form!r}; it must be one of {', '.join(largest)}")
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / largest[form]).clamp(min=torch.finfo(torch.float32).tiny)
+    steps = x / scale
+    return (steps.round() if form == "int8" else steps.to(torch.float8_e4m3fn).float()) * scale

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoqwen.paged_kv import PagedKV
+from nanoqwen.paged_kv import PagedKV, stored_in_8_bits
 
 
 def cache(pages=8, **how):
@@ -247,3 +247,31 @@ def test_whatever_is_done_every_sequence_keeps_its_own_tokens(actions):
             assert torch.equal(contents(c, known), kv)
     users = sum(len(c.pages(known)) for known in expected)
     assert sum(c._users) == users and c.free_pages == c._users.count(0)
+
+
+@pytest.mark.parametrize("form, rounding, answer", [("int8", 0.02, 0.02), ("fp8", 0.05, 0.05)])
+def test_eight_bits_cost_what_their_rounding_says(form, rounding, answer):
+    """Normal data: int8 rounds to 1/254 of a row's largest value, fp8 to 1/16 of each value at worst."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(7, 128), torch.randn(1000, 128).half(), torch.randn(1000, 128).half()
+
+    def attend(k, v):
+        return (q.double() @ k.double().T * 128**-0.5).softmax(-1) @ v.double()
+
+    def error(a, b):
+        return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+    short_k, short_v = stored_in_8_bits(k, form), stored_in_8_bits(v, form)
+    assert rounding / 4 < error(short_k, k) < rounding and rounding / 4 < error(short_v, v) < rounding
+    assert 1e-3 < error(attend(short_k, short_v), attend(k, v)) < answer
+    if form == "int8":
+        assert ((short_k - k.float()).abs() <= k.float().abs().amax(-1, keepdim=True) / 254 * 1.001).all()
+
+
+def test_eight_bits_hold_large_keys_and_zeros():
+    x = torch.tensor([[400.0, -1.0, 0.0], [0.0, 0.0, 0.0], [6e4, 5e4, -6e4]])
+    for form in ("int8", "fp8"):
+        short = stored_in_8_bits(x, form)
+        assert short.isfinite().all() and not short[1].any() and short[2, 0] == pytest.approx(6e4)
+    with pytest.raises(ValueError, match="form is 'int4'; it must be one of int8, fp8"):
+        stored_in_8_bits(x, "int4")
