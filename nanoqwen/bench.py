@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from nanoqwen import hardware, models, records
+from nanoqwen.bench_attention import record_attention
 from nanoqwen.bench_awq import record_awq
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.bench_int4 import record_crossover, record_int4
@@ -333,6 +334,7 @@ RECORDS: dict[str, Callable[[], object]] = {
     "reference": record_reference,
     "cpu": record_cpu,
     "gemv": record_gemv,
+    "attention": record_attention,
     "counters": record_counters,
     "int4": record_int4,
     "crossover": record_crossover,

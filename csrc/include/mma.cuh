@@ -49,4 +49,10 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&r)[4], const v
                  : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
                  : "memory");
 }
+// An 8x8 tile that lies in the warp as a[0] above, transposed: a lane gives [g][2t, 2t+1] and gets [2t, 2t+1][g].
+__device__ __forceinline__ unsigned transpose_8x8(unsigned row_piece) {
+    unsigned out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(row_piece));
+    return out;
+}
 #endif

@@ -90,6 +90,23 @@ template <bool transposed> SIMT_UNSEEN void spread_rows(void** lanes) {
     }
 }
 
+struct WordPiece {
+    unsigned in, out;
+};
+inline SIMT_UNSEEN void transpose_words(void** lanes) {
+    for (int lane = 0; lane < 32; ++lane) {
+        WordPiece* p = static_cast<WordPiece*>(lanes[lane]);
+        if (!p) continue;
+        unsigned word = 0;
+        for (int k = 0; k < 2; ++k) {
+            int row = 2 * (lane % 4) + k, column = lane / 4;
+            const WordPiece* from = static_cast<const WordPiece*>(lanes[4 * row + column / 2]);
+            word |= (from ? from->in >> 16 * (column % 2) & 0xffffu : 0xffffu) << 16 * k;
+        }
+        p->out = word;
+    }
+}
+
 inline __attribute__((always_inline)) void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
                                                void (*work)(void**), const char* file, unsigned line) {
     MmaPiece mine = {{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
@@ -124,4 +141,9 @@ inline __attribute__((always_inline)) void ldmatrix_x4(unsigned (&r)[4], const v
 }
 inline __attribute__((always_inline)) void ldmatrix_x4_transposed(unsigned (&r)[4], const void* row, SIMT_PLACE) {
     simt::ldmatrix(r, row, simt::spread_rows<true>, file, line);
+}
+inline __attribute__((always_inline)) unsigned transpose_8x8(unsigned row_piece, SIMT_PLACE) {
+    simt::WordPiece mine = {row_piece, 0};
+    simt_warp_together(0xffffffffu, &mine, simt::transpose_words, "movmatrix", file, line);
+    return mine.out;
 }

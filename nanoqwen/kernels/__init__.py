@@ -1,6 +1,16 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
 from nanoqwen.kernels.activations import half_x, widen_y
+from nanoqwen.kernels.attention import (
+    attention_online,
+    attention_workspace,
+    choose_splits,
+    paged_attention,
+    paged_attention_mma,
+    paged_attention_prefetch,
+    paged_attention_split,
+    rope_append,
+)
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
 from nanoqwen.kernels.dequantize import int4_dequantize
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
@@ -16,10 +26,13 @@ from nanoqwen.kernels.int4 import (
 from nanoqwen.kernels.int4_ring import int4_gemm_ring
 
 __all__ = [
+    "attention_online",
+    "attention_workspace",
     "awq_dequantize",
     "awq_dequantize_v1",
     "awq_dequantize_v2",
     "awq_dequantize_v3",
+    "choose_splits",
     "gemv",
     "gemv_coalesced",
     "gemv_naive",
@@ -35,6 +48,11 @@ __all__ = [
     "int4_gemv_naive",
     "int4_gemv_prmt",
     "int4_gemv_warp",
+    "paged_attention",
+    "paged_attention_mma",
+    "paged_attention_prefetch",
+    "paged_attention_split",
     "quantize_x",
+    "rope_append",
     "widen_y",
 ]

@@ -1,0 +1,397 @@
+"""Attention of one new token: the ladder of lesson 05, and what stores the token's keys and values.
+
+The cache of one layer is `pages` (pages, kv_heads, 2, 16, head_dim), keys before values; `table` (max_pages) int32
+names the page of each 16 tokens, and `length` (1) int32 says how many count. `nanoqwen.paged_kv` makes all three.
+
+`length` lies on the device and belongs to the step: it counts the tokens of steps that have ended, and is the position
+of the token at hand. `rope_append` stores that token and leaves `length` alone; attention after it takes `appended=1`.
+"""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
+from nanoqwen.kernels.launch import Program
+from nanoqwen.packing import PAGE_SIZE
+
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 8  # query heads of a KV head: the columns of the tensor cores' tile
+MAX_SPLITS = 512
+PAGES_PER_STEP = {64: (2, 1, 4), 128: (2, 1)}  # of a warp of paged_attention_mma, by head_dim; the default first
+LEAST_STEPS = 4  # of a split of paged_attention_mma
+BLOCKS_PER_SM = 4  # of the steps before it, whose blocks have less on the way
+H200_SMS = 132
+
+_C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+_DTYPES, _INT32, _FLOAT = tuple(_C_NAMES), (torch.int32,), (torch.float32,)
+_LAYOUTS = {(dtype, head_dim): f"{t}, {head_dim}" for dtype, t in _C_NAMES.items() for head_dim in HEAD_DIMS}
+_ONLINE = {
+    key: Program(Path("attention.cu"), {f"attention_online<{types}>": "pppppfiii"}) for key, types in _LAYOUTS.items()
+}
+_PAGED = {
+    key: Program(
+        Path("paged_attention.cu"),
+        {
+            f"paged_attention<{types}>": "pppppfii",
+            f"paged_attention_split<{types}>": "ppppppfii",
+            f"paged_attention_prefetch<{types}>": "ppppppfiii",
+            f"combine_splits<{types}>": "pppi",
+        },
+    )
+    for key, types in _LAYOUTS.items()
+}
+_MMA = {
+    key: Program(
+        Path("paged_attention_mma.cu"),
+        {f"paged_attention_mma<{types}, {count}>": "ppppppppfiiii" for count in PAGES_PER_STEP[key[1]]},
+    )
+    for key, types in _LAYOUTS.items()
+}
+_ROPE = {
+    key: Program(
+        Path("rope_append.cu"), {f"rope_append<{t}, {types}>": "pppppppiiii" for t in {"float", _C_NAMES[key[0]]}}
+    )
+    for key, types in _LAYOUTS.items()
+}
+
+
+class Workspace(NamedTuple):
+    """What the splits of `paged_attention_mma` leave for the last of them. Launches that may overlap need one each."""
+
+    partial: Tensor  # (kv_heads, splits, 8 * head_dim) float32: the answers, in the order of the registers
+    lse: Tensor  # (kv_heads, splits, 8) float32: their weights, as logarithms to base 2
+    arrivals: Tensor  # (kv_heads) int32, zero before and after each launch
+
+
+def attention_online(
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, out: Tensor | None = None, *, appended: int = 0
+) -> Tensor:
+    """softmax(q kᵀ / √head_dim) v with a warp a query head, over a contiguous cache (lesson 05, step 0).
+
+    Online softmax: Milakov & Gimelshein, 2018.
+
+    Args:
+        q: (heads, head_dim) float16 or bfloat16; head_dim is 64 or 128.
+        k, v: (kv_heads, capacity, head_dim) of the same dtype and device; at most 8 query heads share a KV head.
+        length: (1) int32, tokens of the cache that count.
+        out: (heads, head_dim), where to write; a new tensor by default.
+        appended: tokens that count beyond `length`, 1 after `rope_append`.
+
+    Returns:
+        (heads, head_dim) in the dtype of q; sums are taken in fp32. Zeros where the length is 0.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it.
+    """
+    head_dim = _check_q(q)
+    check_tensor("k", k, ("kv_heads", "capacity", head_dim), (q.dtype,), q.device)
+    check_tensor("v", v, tuple(k.shape), (q.dtype,), q.device)
+    kv_heads, capacity = k.shape[:2]
+    group = _group(len(q), kv_heads)
+    check_tensor("length", length, (1,), _INT32, q.device)
+    _check_tokens(length, appended, capacity, f"k holds {capacity}")
+    out = _output(q, out)
+    args = (q, k, v, length, out, head_dim**-0.5, appended, group, capacity)
+    name = f"attention_online<{_LAYOUTS[q.dtype, head_dim]}>"
+    _ONLINE[q.dtype, head_dim].launch(name, q.device, len(q), 32, args, outputs=("out",))
+    return out
+
+
+def paged_attention(
+    q: Tensor, pages: Tensor, table: Tensor, length: Tensor, out: Tensor | None = None, *, appended: int = 0
+) -> Tensor:
+    """softmax(q kᵀ / √head_dim) v over a paged cache, with a block a KV head (lesson 05, step 1).
+
+    Pages: Kwon et al., 2023 (arXiv 2309.06180).
+
+    Args:
+        q: (heads, head_dim) float16 or bfloat16; head_dim is 64 or 128.
+        pages: (pages, kv_heads, 2, 16, head_dim) of the same dtype and device: one layer of a `PagedKV.pool`.
+        table: (max_pages) int32, the page of each 16 tokens.
+        length: (1) int32, tokens that count.
+        out: (heads, head_dim), where to write; a new tensor by default.
+        appended: tokens that count beyond `length`, 1 after `rope_append`.
+
+    Returns:
+        As `attention_online`.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it. What `table` and `length` hold is
+            looked at on a CPU only; on a GPU that is `PagedKV`'s to know, and a length over the table counts as a full
+            table.
+    """
+    head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
+    args = (q, pages, table, length, out, head_dim**-0.5, appended, len(table))
+    name = f"paged_attention<{_LAYOUTS[q.dtype, head_dim]}>"
+    _PAGED[q.dtype, head_dim].launch(name, q.device, kv_heads, 32 * group, args, outputs=("out",))
+    return out
+
+
+def paged_attention_split(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    out: Tensor | None = None,
+    *,
+    appended: int = 0,
+    splits: int | None = None,
+) -> Tensor:
+    """As `paged_attention`, the pages of a KV head shared among `splits` blocks (lesson 05, step 2).
+
+    Two launches, the second adds the splits up. Flash-Decoding: Dao, Haziza, Massa & Sizov, 2023.
+
+    Args:
+        splits: blocks for each KV head; by default `choose_splits` for a full table.
+    """
+    head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
+    tail = (head_dim**-0.5, appended, len(table))
+    return _split("split", q, pages, table, length, out, tail, kv_heads, 32 * group, splits)
+
+
+def paged_attention_prefetch(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    out: Tensor | None = None,
+    *,
+    appended: int = 0,
+    splits: int | None = None,
+) -> Tensor:
+    """As `paged_attention_split`, with 16-byte loads and the next page on its way (lesson 05, step 3)."""
+    head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
+    tail = (head_dim**-0.5, appended, group, len(table))
+    return _split("prefetch", q, pages, table, length, out, tail, kv_heads, 256, splits)
+
+
+def paged_attention_mma(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    out: Tensor | None = None,
+    *,
+    appended: int = 0,
+    splits: int | None = None,
+    workspace: Workspace | None = None,
+    pages_per_step: int | None = None,
+    least_steps: int = LEAST_STEPS,
+) -> Tensor:
+    """As `paged_attention_split`, on tensor cores and in one launch (lesson 05, step 4).
+
+    exp(s − max) is rounded to the dtype of q before it meets the values.
+
+    Args:
+        splits: blocks for each KV head; by default what `workspace` was made for, or `choose_splits` for a full table.
+        workspace: of `attention_workspace`; a new one by default, which costs a launch that fills it with zeros.
+        pages_per_step: that a warp takes at a time, one of `PAGES_PER_STEP`.
+        least_steps: of its eight warps together that a split takes at least: a short context is left to fewer splits.
+    """
+    head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
+    pages_per_step = PAGES_PER_STEP[head_dim][0] if pages_per_step is None else pages_per_step
+    if pages_per_step not in PAGES_PER_STEP[head_dim]:
+        counts = ", ".join(map(str, sorted(PAGES_PER_STEP[head_dim])))
+        raise ValueError(f"pages_per_step is {pages_per_step!r}; for head_dim {head_dim} it must be one of {counts}")
+    if not isinstance(least_steps, int) or not 1 <= least_steps <= 2**20:
+        raise ValueError(f"least_steps is {least_steps!r}; it must be 1 or more")
+    if workspace is None:
+        if splits is None:
+            splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, _sms(q.device))
+        workspace = attention_workspace(kv_heads, head_dim, splits, q.device)
+    else:
+        splits = _check_workspace(workspace, kv_heads, head_dim, splits, q.device)
+    scale_log2 = head_dim**-0.5 * 1.4426950408889634  # log2 e: the kernel's exponentials are powers of two
+    args = (q, pages, table, length, out, *workspace, scale_log2, appended, group, len(table), least_steps)
+    name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}, {pages_per_step}>"
+    _MMA[q.dtype, head_dim].launch(name, q.device, (splits, kv_heads), 256, args, outputs=("out",))
+    return out
+
+
+def attention_workspace(kv_heads: int, head_dim: int, splits: int, device: torch.device | str) -> Workspace:
+    """A workspace for `paged_attention_mma` with `splits` blocks for each KV head.
+
+    Raises:
+        ValueError: no splits, or more than 512.
+    """
+    _check_splits(splits)
+    return Workspace(
+        torch.empty(kv_heads, splits, MAX_GROUP * head_dim, device=device),
+        torch.empty(kv_heads, splits, MAX_GROUP, device=device),
+        torch.zeros(kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+@functools.lru_cache
+def choose_splits(length: int, kv_heads: int, sms: int, blocks_per_sm: int = 1) -> int:
+    """Blocks that share the pages of a KV head, for `length` tokens on a GPU of `sms` multiprocessors.
+
+    As many as the GPU holds at once, but none without a page. Inside a captured graph choose for the longest length:
+    splits that have no pages yet cost a block that ends at once.
+    """
+    pages = -(-length // PAGE_SIZE)
+    return max(1, min(pages, sms * blocks_per_sm // kv_heads, MAX_SPLITS))
+
+
+def rope_append(
+    qkv: Tensor, cos: Tensor, sin: Tensor, length: Tensor, table: Tensor, pages: Tensor, q: Tensor | None = None
+) -> Tensor:
+    """Turn q and k by the token's position, `length`, and store k and v in the token's page (lesson 05).
+
+    Args:
+        qkv: (heads + 2 kv_heads, head_dim), or flat: query heads, keys, values, biases added; float32 or the dtype of
+            pages.
+        cos, sin: (positions, head_dim) float32: `nanoqwen.reference.rope_tables` of positions 0, 1, ...
+        length: (1) int32, the position; it stays as it is.
+        table: (max_pages) int32.
+        pages: (pages, kv_heads, 2, 16, head_dim) float16 or bfloat16, where k and v go.
+        q: (heads, head_dim) of the dtype of pages, where the turned q goes; a new tensor by default.
+
+    Returns:
+        q. The products of the rotation are rounded in fp32 as torch rounds them.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it. On a GPU, a position past the table
+            or past cos stores nothing and fills q with NaN.
+    """
+    _check_pages(pages)
+    kv_heads, head_dim = pages.shape[1], pages.shape[4]
+    device, dtype = pages.device, pages.dtype
+    if isinstance(qkv, Tensor) and qkv.dim() == 1 and len(qkv) % head_dim == 0:
+        qkv = qkv.unflatten(0, (-1, head_dim))
+    check_tensor("qkv", qkv, ("heads + 2 kv_heads", head_dim), (torch.float32, dtype), device)
+    heads = len(qkv) - 2 * kv_heads
+    if heads < 1:
+        raise ValueError(f"qkv has {len(qkv)} heads; {kv_heads} KV heads need {2 * kv_heads} and those of the queries")
+    _group(heads, kv_heads)
+    check_tensor("cos", cos, ("positions", head_dim), _FLOAT, device)
+    check_tensor("sin", sin, tuple(cos.shape), _FLOAT, device)
+    _check_table(pages, table, length, 1)
+    if length.is_cpu and int(length) >= len(cos):
+        raise ValueError(f"length is {int(length)}; cos and sin have {len(cos)} positions")
+    if q is None:
+        q = torch.empty(heads, head_dim, dtype=dtype, device=device)
+    check_tensor("q", q, (heads, head_dim), (dtype,), device)
+    if overlap(q, qkv):
+        raise ValueError("q overlaps qkv; threads would read what others have already written")
+    source = "float" if qkv.dtype == torch.float32 else _C_NAMES[dtype]
+    args = (qkv, cos, sin, length, table, q, pages, heads, kv_heads, len(cos), len(table))
+    name = f"rope_append<{source}, {_LAYOUTS[dtype, head_dim]}>"
+    _ROPE[dtype, head_dim].launch(name, device, len(qkv), head_dim // 2, args, outputs=("q",))
+    return q
+
+
+def _split(step, q, pages, table, length, out, tail, kv_heads, block, splits) -> Tensor:
+    if splits is None:
+        splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, _sms(q.device), BLOCKS_PER_SM)
+    _check_splits(splits)
+    (heads, head_dim), device = q.shape, q.device
+    partial = torch.empty(splits, heads, head_dim, device=device)
+    lse = torch.empty(splits, heads, device=device)
+    program, types = _PAGED[q.dtype, head_dim], _LAYOUTS[q.dtype, head_dim]
+    args = (q, pages, table, length, partial, lse, *tail)
+    name = f"paged_attention_{step}<{types}>"
+    program.launch(name, device, (kv_heads, splits), block, args, outputs=("partial", "lse"))
+    args = (partial, lse, out, splits)
+    program.launch(f"combine_splits<{types}>", device, heads, head_dim, args, outputs=("out",))
+    return out
+
+
+def _paged(q, pages, table, length, out, appended) -> tuple[int, int, int, Tensor]:
+    """head_dim, KV heads, query heads of each, and the output, after all checks."""
+    head_dim = _check_q(q)
+    _check_pages(pages, head_dim, q)
+    kv_heads = pages.shape[1]
+    group = _group(len(q), kv_heads)
+    _check_table(pages, table, length, appended)
+    out = _output(q, out)
+    if overlap(out, pages):
+        raise ValueError("out overlaps pages; blocks would read what others have already written")
+    return head_dim, kv_heads, group, out
+
+
+def _check_q(q: Tensor) -> int:
+    check_tensor("q", q, ("heads", "head_dim"), _DTYPES, alignment=ALIGNMENT)
+    _check_head_dim("q", q.shape[1])
+    return q.shape[1]
+
+
+def _check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{name} has head_dim {head_dim}; the kernels were compiled for 64 and 128")
+
+
+def _check_pages(pages: Tensor, head_dim: int | None = None, q: Tensor | None = None) -> None:
+    shape = ("pages", "kv_heads", 2, "page_size", "head_dim" if head_dim is None else head_dim)
+    dtypes, device = (_DTYPES, None) if q is None else ((q.dtype,), q.device)
+    check_tensor("pages", pages, shape, dtypes, device, ALIGNMENT)
+    if pages.shape[3] != PAGE_SIZE:
+        raise ValueError(f"pages hold {pages.shape[3]} tokens each; the kernels were compiled for {PAGE_SIZE}")
+    _check_head_dim("pages", pages.shape[4])
+
+
+def _check_table(pages: Tensor, table: Tensor, length: Tensor, appended: int) -> None:
+    check_tensor("table", table, ("max_pages",), _INT32, pages.device)
+    check_tensor("length", length, (1,), _INT32, pages.device)
+    tokens = _check_tokens(length, appended, len(table) * PAGE_SIZE, f"table has {len(table)} pages of {PAGE_SIZE}")
+    if tokens is None:
+        return
+    used = table[: -(-tokens // PAGE_SIZE)]
+    outside = ((used < 0) | (used >= len(pages))).nonzero()
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"table[{at}] is page {int(table[at])}; the pool has pages 0 to {len(pages) - 1}")
+
+
+def _check_tokens(length: Tensor, appended: int, room: int, why: str) -> int | None:
+    """How many tokens count; None where only the GPU knows."""
+    if appended not in (0, 1):
+        raise ValueError(f"appended is {appended!r}; it is 1 for a token that length does not count yet, or 0")
+    if not length.is_cpu:
+        return None
+    tokens = int(length) + appended
+    if not appended <= tokens <= room:
+        ahead = " and one appended" if appended else ""
+        raise ValueError(f"length is {int(length)} tokens{ahead}; {why}: reserve room first")
+    return tokens
+
+
+def _group(heads: int, kv_heads: int) -> int:
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
+    if heads // kv_heads > MAX_GROUP:
+        raise ValueError(f"{heads // kv_heads} query heads share a KV head; the kernels take at most {MAX_GROUP}")
+    return heads // kv_heads
+
+
+def _output(q: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty_like(q)
+    check_tensor("out", out, tuple(q.shape), (q.dtype,), q.device, alignment=4)
+    if overlap(out, q):
+        raise ValueError("out overlaps q; blocks would read what others have already written")
+    return out
+
+
+def _check_splits(splits: int) -> None:
+    if not isinstance(splits, int) or not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits is {splits!r}; it must be 1 to {MAX_SPLITS}")
+
+
+def _check_workspace(workspace: Workspace, kv_heads: int, head_dim: int, splits: int | None, device) -> int:
+    partial, lse, arrivals = workspace
+    splits = lse.shape[1] if splits is None else splits
+    _check_splits(splits)
+    check_tensor("workspace.partial", partial, (kv_heads, splits, MAX_GROUP * head_dim), _FLOAT, device, ALIGNMENT)
+    check_tensor("workspace.lse", lse, (kv_heads, splits, MAX_GROUP), _FLOAT, device)
+    check_tensor("workspace.arrivals", arrivals, (kv_heads,), _INT32, device)
+    return splits
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
