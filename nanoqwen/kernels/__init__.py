@@ -1,5 +1,6 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
+from nanoqwen.kernels.attention_ring import paged_attention_cp_async, paged_attention_ring
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
@@ -31,5 +32,7 @@ __all__ = [
     "int4_gemv_naive",
     "int4_gemv_prmt",
     "int4_gemv_warp",
+    "paged_attention_cp_async",
+    "paged_attention_ring",
     "quantize_x",
 ]
