@@ -74,7 +74,7 @@ __device__ __forceinline__ void produce(const T* pages, int kv_heads, const int*
         const T* from = pages + (static_cast<size_t>(page) * kv_heads * 2 + values) * HALF;  // this lane's page
         if constexpr (BULK) {
             if (lane == 0) mbarrier_arrive_expect_bytes(&full[turn.stage], count * BYTES);
-            __syncwarp();  // no byte before it is expected
+            __syncwarp();  // the bytes are expected before they come
             if (lane < count) bulk_copy(to + lane * BYTES, from, BYTES, &full[turn.stage]);
         } else {
             for (int i = 0; i < count; ++i) {
