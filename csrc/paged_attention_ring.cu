@@ -1,24 +1,24 @@
 // Attention of one query over a paged KV cache: one warp fetches pages, six compute.      lesson 05
 //
-//   o[h] = sum over t < length + appended of softmax(q[h] · k[t] * scale) v[t]      for the GROUP query heads of each KV head
+//   o[h] = sum over t < length + appended of softmax_t(q[h] . k[t] * scale) v[t]      GROUP heads h share a KV head
 //
 //   q (heads, HEAD_DIM), pool (pages, kv_heads, 2, 16, HEAD_DIM) of one layer, K first, page_table (max_pages) int
-//   partial (splits, heads, HEAD_DIM) and lse (splits, heads) float: each split's result, and the logarithm of its weight
+//   partial (splits, heads, HEAD_DIM) and lse (splits, heads) float: a split's result, and the logarithm of its weight
 //
 // Must move:  length * kv_heads * 2 * HEAD_DIM elements, each once.
-// Launch:     (kv_heads, splits) blocks of 32 * (CONSUMERS + 1) threads, two blocks to a multiprocessor, and STAGES *
-//             CONSUMERS * 32 * HEAD_DIM bytes of dynamic shared memory. Then combine_splits.
-// Teaches:    a pipeline of specialised warps. The producer is up to three fills ahead; nobody else thinks of addresses.
+// Launch:     (kv_heads, splits) blocks of 256 threads, two blocks to a multiprocessor, and STAGES * CONSUMERS * 32 *
+//             HEAD_DIM bytes of dynamic shared memory. Then combine_splits.
+// Teaches:    a pipeline of specialised warps: one is up to three fills ahead, and the others think of no address.
 //
 //   fill        0: K of pages 0..5    1: V of pages 0..5    2: K of pages 6..11    3: V of pages 6..11
 //   stage       0                     1                     2                      0, once all have read fill 0
 //
 // The page at place w of a fill belongs to consumer warp w. full[stage] ends a phase when the bytes of a fill have
-// landed, empty[stage] when all consumers have read it. A warp without a page waits and arrives like the others: it would
-// lose count of the phases otherwise.
+// landed, empty[stage] when all consumers have read it. A warp without a page waits and arrives like the others: it
+// would lose count of the phases otherwise.
 //
-// BULK: one lane starts the copy of half a page, and its bytes report to the barrier (sm_90). Otherwise all lanes of the
-// producer copy 16 bytes at a time with cp.async, and arrive for them (sm_80).
+// BULK: one lane starts the copy of half a page, and its bytes report to the barrier (sm_90). Otherwise all lanes of
+// the producer copy 16 bytes at a time with cp.async, and arrive for them (sm_80).
 
 #include "async_copy.cuh"
 #include "mbarrier.cuh"
@@ -27,7 +27,7 @@
 #include "warp.cuh"
 
 constexpr int PAGE_SIZE = 16;
-constexpr int CONSUMERS = 6;
+constexpr int CONSUMERS = 6, WARPS = 8;  // of which one is the producer, and one has nothing to do: see `warp` below
 constexpr int STAGES = 3;
 constexpr float LAG = 8.0f;       // powers of two that a score may lie above the reference of its exponential
 constexpr float LOWEST = -1e30f;  // below every score, and finite
@@ -78,10 +78,10 @@ __device__ __forceinline__ void produce(const T* pages, int kv_heads, const int*
             if (lane < count) bulk_copy(to + lane * BYTES, from, BYTES, &full[turn.stage]);
         } else {
             for (int i = 0; i < count; ++i) {
-                const size_t source = __shfl_sync(ALL, reinterpret_cast<size_t>(from), i);
+                const T* source = reinterpret_cast<const T*>(__shfl_sync(ALL, reinterpret_cast<size_t>(from), i));
 #pragma unroll
                 for (int piece = lane; piece < BYTES / 16; piece += 32) {
-                    cp_async_16(to + i * BYTES + piece * 16, reinterpret_cast<const T*>(source) + piece * Pack<T>::size);
+                    cp_async_16(to + i * BYTES + piece * 16, source + piece * Pack<T>::size);
                 }
             }
             cp_async_commit();
@@ -105,23 +105,27 @@ __device__ __forceinline__ void produce(const T* pages, int kv_heads, const int*
 }
 
 template <typename T, int HEAD_DIM, int GROUP, bool BULK>
-__global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
+__global__ void __launch_bounds__(32 * WARPS, 2)
     paged_attention_ring(const T* q, const T* pool, const int* page_table, const int* length, float* partial,
                          float* lse, long long* timestamps, float scale, int appended, int max_pages,
                          int fills_stamped) {
     static_assert((HEAD_DIM == 64 || HEAD_DIM == 128) && GROUP >= 1 && GROUP <= 8, "no code for such heads");
     constexpr int HALF_BYTES = PAGE_SIZE * HEAD_DIM * sizeof(T);
-    constexpr int SHARE = (GROUP + 1) / 2;    // heads whose softmax a lane keeps
-    constexpr int ROW_LANES = HEAD_DIM / 8;   // that read a row of V, 16 bytes each
-    constexpr int ROWS = 32 / ROW_LANES;      // of V that a warp reads at once
+    constexpr int SHARE = (GROUP + 1) / 2;   // heads whose softmax a lane keeps
+    constexpr int ROW_LANES = HEAD_DIM / 8;  // that read a row of V, 16 bytes each
+    constexpr int ROWS = 32 / ROW_LANES;     // of V that a warp reads at once
     __shared__ mbarrier_t full[STAGES], empty[STAGES];
     // A lane's eighth of q in pieces of 16 bytes, those of the eight lanes side by side: no two in one bank.
     __shared__ float4 query[GROUP][HEAD_DIM / 32][8];
     __shared__ float4 weights[CONSUMERS][PAGE_SIZE][2];  // of a page's tokens, for up to eight heads
     __shared__ float references[CONSUMERS][2 * SHARE], sums[CONSUMERS][2 * SHARE];
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int kv_head = blockIdx.x, kv_heads = gridDim.x, split = blockIdx.y, splits = gridDim.y;
+    // A multiprocessor deals its warps out to four schedulers, and six consumers leave two of them with one warp each. So
+    // its second block, which comes from the second half of the grid, counts its warps from another one: then all have
+    // three.
+    const int shift = 2 * split >= splits ? 2 : 0;
+    const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32 + shift) % WARPS;
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -147,6 +151,7 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
     };
     __syncthreads();
 
+    if (warp > CONSUMERS) return;
     if (warp == CONSUMERS) {
         produce<T, HEAD_DIM, BULK>(pool + static_cast<size_t>(kv_head) * 2 * PAGE_SIZE * HEAD_DIM, kv_heads, page_table,
                                    first, last, full, empty, stamp);
@@ -155,7 +160,7 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
 
     // Scores: eight lanes share a token, each an eighth of the head. A lane adds up four tokens, its own first: slot s
     // is token s ^ (lane % 4) of its four, so that lanes which exchange sums need not choose what to send.
-    // Softmax: a lane keeps one token of the page, for the first half of the heads or (lanes with bit 2) for the second.
+    // Softmax: a lane keeps one token of the page, for the first half of the heads or, if bit 2 is set, for the second.
     // Output: a lane keeps eight columns of V, for all heads.
     const int eighth = lane % 8, quad = lane % 4, row = lane / 8 * 4 + quad, second = lane / 4 % 2;
     float out[GROUP][8] = {}, sum[SHARE] = {}, reference[SHARE];
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
         float score[4][2 * SHARE] = {};
         if (rows) {
             const T* keys = reinterpret_cast<const T*>(ring + (turn.stage * CONSUMERS + warp) * HALF_BYTES);
-#pragma unroll 1
+#pragma unroll
             for (int chunk = 0; chunk < HEAD_DIM / 64; ++chunk) {
                 uint4 k[4];
 #pragma unroll
@@ -219,8 +224,8 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
                 if (row >= rows) mine[i] = minus_infinity();  // whatever lies past the length weighs nothing
                 high |= mine[i] > reference[i] + LAG;
             }
-            // The reference keeps the exponentials in range and cancels out in the end. It need not be the maximum: it is
-            // raised when a score is far above it, in the first page and seldom again.
+            // The reference keeps the exponentials in range and cancels out in the end. It need not be the maximum: it
+            // is raised when a score is far above it, in the first page and seldom again.
             if (__any_sync(ALL, high)) {
 #pragma unroll
                 for (int i = 0; i < SHARE; ++i) {
@@ -262,7 +267,7 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
                     if (r + lane / ROW_LANES >= rows) *reinterpret_cast<uint4*>(values + r * HEAD_DIM) = uint4{};
                 }
             }
-#pragma unroll 2
+#pragma unroll
             for (int r = 0; r < PAGE_SIZE; r += ROWS) {
                 const uint4 bits = load_pack(values + r * HEAD_DIM).bits;
                 const float4 a = weights[warp][r + lane / ROW_LANES][0], b = weights[warp][r + lane / ROW_LANES][1];
@@ -310,8 +315,9 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
         }
     }
     named_barrier_sync(1, 32 * CONSUMERS);
-    const int row_of_split = (split * kv_heads + kv_head) * GROUP;
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += 32 * CONSUMERS) {
+    const bool empty_split = first == last;
+    const int place = (split * kv_heads + kv_head) * GROUP;  // of the first head
+    for (int i = warp * 32 + lane; i < GROUP * HEAD_DIM; i += 32 * CONSUMERS) {
         const int h = i / HEAD_DIM;
         float highest = LOWEST, total = 0.0f, value = 0.0f;
         for (int w = 0; w < CONSUMERS; ++w) highest = fmaxf(highest, references[w][h]);
@@ -320,8 +326,8 @@ __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 2)
             total = fmaf(share, sums[w][h], total);
             value = fmaf(share, outs[w * PLACE + i], value);
         }
-        partial[static_cast<size_t>(row_of_split) * HEAD_DIM + i] = last > first ? value / total : 0.0f;
-        if (i % HEAD_DIM == 0) lse[row_of_split + h] = last > first ? (highest + log2f(total)) * LN_2 : minus_infinity();
+        partial[static_cast<size_t>(place) * HEAD_DIM + i] = empty_split ? 0.0f : value / total;
+        if (i % HEAD_DIM == 0) lse[place + h] = empty_split ? minus_infinity() : (highest + log2f(total)) * LN_2;
     }
 }
 

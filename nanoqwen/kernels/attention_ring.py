@@ -15,7 +15,7 @@ from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
 from nanoqwen.kernels.launch import Program
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
-CONSUMERS, STAGES, SLICES = 6, 3, 4  # as in csrc/paged_attention_ring.cu
+CONSUMERS, WARPS, STAGES, SLICES = 6, 8, 3, 4  # as in csrc/paged_attention_ring.cu
 BLOCKS_PER_SM = 2
 H200_SMS = 132
 MAX_PAGES = 2**20
@@ -134,7 +134,7 @@ def _attend(name, q, pool, page_table, length, out, layer, appended, splits, tim
         ring,
         device,
         (kv_heads, splits),
-        32 * (CONSUMERS + 1),
+        32 * WARPS,
         (
             *(q, pool[layer], page_table, length, partial, lse, timestamps),
             *(1 / math.sqrt(head_dim), appended, max_pages, 0 if timestamps is None else len(timestamps)),
