@@ -121,9 +121,8 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
     __shared__ float references[CONSUMERS][2 * SHARE], sums[CONSUMERS][2 * SHARE];
 
     const int kv_head = blockIdx.x, kv_heads = gridDim.x, split = blockIdx.y, splits = gridDim.y;
-    // A multiprocessor deals its warps out to four schedulers, and six consumers leave two of them with one warp each. So
-    // its second block, which comes from the second half of the grid, counts its warps from another one: then all have
-    // three.
+    // A multiprocessor deals its warps out to four schedulers, and of six consumers two of them get one each. So its
+    // second block, which comes from the second half of the grid, counts its warps from another: then all have three.
     const int shift = 2 * split >= splits ? 2 : 0;
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32 + shift) % WARPS;
     launch_dependents();
@@ -300,7 +299,11 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
         for (int d = 0; d < 8; ++d) {
 #pragma unroll
             for (int other = ROW_LANES; other < 32; other *= 2) out[h][d] += __shfl_xor_sync(ALL, out[h][d], other);
-            if (lane < ROW_LANES) outs[warp * PLACE + h * HEAD_DIM + lane * 8 + d] = out[h][d];
+        }
+        if (lane < ROW_LANES) {
+            float4* mine = reinterpret_cast<float4*>(outs + warp * PLACE + h * HEAD_DIM + lane * 8);
+            mine[0] = make_float4(out[h][0], out[h][1], out[h][2], out[h][3]);
+            mine[1] = make_float4(out[h][4], out[h][5], out[h][6], out[h][7]);
         }
     }
 #pragma unroll
