@@ -4,6 +4,7 @@
 //
 //   q (heads, HEAD_DIM), pool (pages, kv_heads, 2, 16, HEAD_DIM) of one layer, K first, page_table (max_pages) int
 //   partial (splits, heads, HEAD_DIM) and lse (splits, heads) float: a split's result, and the logarithm of its weight
+//   timestamps (fills_stamped, CONSUMERS + 1, 3) or null: when each warp of the first block began to wait, had, was done
 //
 // Must move:  length * kv_heads * 2 * HEAD_DIM elements, each once.
 // Launch:     (kv_heads, splits) blocks of 256 threads, two blocks to a multiprocessor, and STAGES * CONSUMERS * 32 *

@@ -9,7 +9,7 @@
 #include "warp.cuh"
 
 extern "C" __global__ void broken(const float* in, float* out, int n) {
-    __shared__ float highest[2], sums[2], weighted[2];
+    __shared__ float sums[2], weighted[2];
     int lane = threadIdx.x % 32, split = threadIdx.x / 32;
     float top = -1e30f, sum = 0, value = 0;
     for (int t = 2 * lane + split; t < n; t += 64) top = fmaxf(top, in[2 * t]);
@@ -19,11 +19,10 @@ extern "C" __global__ void broken(const float* in, float* out, int n) {
         sum += weight, value += weight * in[2 * t + 1];
     }
     sum = warp_sum(sum), value = warp_sum(value);
-    if (lane == 0) highest[split] = top, sums[split] = sum, weighted[split] = value;
+    if (lane == 0) sums[split] = sum, weighted[split] = value;
     __syncthreads();
     if (threadIdx.x > 0) return;
-    float a = 1, b = 1;  // the fault
-    out[0] = (a * weighted[0] + b * weighted[1]) / (a * sums[0] + b * sums[1]);
+    out[0] = (weighted[0] + weighted[1]) / (sums[0] + sums[1]);  // the fault
 }
 
 extern "C" __global__ void mended(const float* in, float* out, int n) {
