@@ -66,5 +66,8 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, unsi
 }
 // Between ordinary accesses to shared memory and a bulk copy into the same place.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else  // sm_80 has no bulk copies. The names are there for templates that use them on newer GPUs only.
+__device__ void mbarrier_arrive_expect_bytes(mbarrier_t* barrier, unsigned bytes);
+__device__ void bulk_copy(void* shared, const void* global, unsigned bytes, mbarrier_t* barrier);
 #endif
 #endif
