@@ -86,7 +86,8 @@ def record_int4(folder: Path = FOLDER) -> Record:
         "with x and y in bf16. pdl is ring with programmatic dependent launch: it fetches weights while the call "
         "before it still runs, as in a decode step. versus_...: that one's time over the kernel's, round by round. "
         "Bytes: words, scales, x and y, once each. best: of ours, the lowest median. tokens: the same with 1 to 8 rows "
-        "of x, in a race of their own; of_one: time over that of one token, round by round. error: largest over the copies, of the norm "
+        "of x, in a race of their own; of_one: time over that of one token, round by round. error: largest over the "
+        "copies, of the norm "
         "of the float64 product with the dequantised weights; outputs were filled with NaN before the timing and are "
         "checked after it. Clocks left alone."
     )

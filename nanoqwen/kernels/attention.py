@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
-from nanoqwen.kernels.launch import Program
+from nanoqwen.kernels.launch import Program, sms
 from nanoqwen.packing import PAGE_SIZE
 
 HEAD_DIMS = (64, 128)
@@ -24,7 +24,6 @@ MAX_SPLITS = 512
 PAGES_PER_STEP = {64: (2, 1, 4), 128: (2, 1)}  # of a warp of paged_attention_mma, by head_dim; the default first
 LEAST_STEPS = 4  # of a split of paged_attention_mma
 BLOCKS_PER_SM = 4  # of the steps before it, whose blocks have less on the way
-H200_SMS = 132
 
 _C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 _DTYPES, _INT32, _FLOAT = tuple(_C_NAMES), (torch.int32,), (torch.float32,)
@@ -181,6 +180,7 @@ def paged_attention_mma(
     workspace: Workspace | None = None,
     pages_per_step: int | None = None,
     least_steps: int = LEAST_STEPS,
+    pdl: bool = False,
 ) -> Tensor:
     """As `paged_attention_split`, on tensor cores and in one launch (lesson 05, step 4).
 
@@ -191,6 +191,7 @@ def paged_attention_mma(
         workspace: of `attention_workspace`; a new one by default, which costs a launch that fills it with zeros.
         pages_per_step: that a warp takes at a time, one of `PAGES_PER_STEP`.
         least_steps: of its eight warps together that a split takes at least: a short context is left to fewer splits.
+        pdl: let the launch overlap the end of the kernel before it (programmatic dependent launch).
     """
     head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
     pages_per_step = PAGES_PER_STEP[head_dim][0] if pages_per_step is None else pages_per_step
@@ -201,14 +202,14 @@ def paged_attention_mma(
         raise ValueError(f"least_steps is {least_steps!r}; it must be 1 or more")
     if workspace is None:
         if splits is None:
-            splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, _sms(q.device))
+            splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, sms(q.device))
         workspace = attention_workspace(kv_heads, head_dim, splits, q.device)
     else:
         splits = _check_workspace(workspace, kv_heads, head_dim, splits, q.device)
     scale_log2 = head_dim**-0.5 * 1.4426950408889634  # log2 e: the kernel's exponentials are powers of two
     args = (q, pages, table, length, out, *workspace, scale_log2, appended, group, len(table), least_steps)
     name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}, {pages_per_step}>"
-    _MMA[q.dtype, head_dim].launch(name, q.device, (splits, kv_heads), 256, args, outputs=("out",))
+    _MMA[q.dtype, head_dim].launch(name, q.device, (splits, kv_heads), 256, args, pdl=pdl, outputs=("out",))
     return out
 
 
@@ -238,7 +239,15 @@ def choose_splits(length: int, kv_heads: int, sms: int, blocks_per_sm: int = 1) 
 
 
 def rope_append(
-    qkv: Tensor, cos: Tensor, sin: Tensor, length: Tensor, table: Tensor, pages: Tensor, q: Tensor | None = None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    length: Tensor,
+    table: Tensor,
+    pages: Tensor,
+    q: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Turn q and k by the token's position, `length`, and store k and v in the token's page (lesson 05).
 
@@ -250,6 +259,7 @@ def rope_append(
         table: (max_pages) int32.
         pages: (pages, kv_heads, 2, 16, head_dim) float16 or bfloat16, where k and v go.
         q: (heads, head_dim) of the dtype of pages, where the turned q goes; a new tensor by default.
+        pdl: as `paged_attention_mma`.
 
     Returns:
         q. The products of the rotation are rounded in fp32 as torch rounds them.
@@ -281,13 +291,13 @@ def rope_append(
     source = "float" if qkv.dtype == torch.float32 else _C_NAMES[dtype]
     args = (qkv, cos, sin, length, table, q, pages, heads, kv_heads, len(cos), len(table))
     name = f"rope_append<{source}, {_LAYOUTS[dtype, head_dim]}>"
-    _ROPE[dtype, head_dim].launch(name, device, len(qkv), head_dim // 2, args, outputs=("q",))
+    _ROPE[dtype, head_dim].launch(name, device, len(qkv), head_dim // 2, args, pdl=pdl, outputs=("q",))
     return q
 
 
 def _split(step, q, pages, table, length, out, tail, kv_heads, block, splits) -> Tensor:
     if splits is None:
-        splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, _sms(q.device), BLOCKS_PER_SM)
+        splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, sms(q.device), BLOCKS_PER_SM)
     _check_splits(splits)
     (heads, head_dim), device = q.shape, q.device
     partial = torch.empty(splits, heads, head_dim, device=device)
@@ -390,8 +400,3 @@ def _check_workspace(workspace: Workspace, kv_heads: int, head_dim: int, splits:
     check_tensor("workspace.lse", lse, (kv_heads, splits, MAX_GROUP), _FLOAT, device)
     check_tensor("workspace.arrivals", arrivals, (kv_heads,), _INT32, device)
     return splits
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS

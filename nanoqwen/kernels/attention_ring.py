@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor, overlap
-from nanoqwen.kernels.launch import Program
+from nanoqwen.kernels.launch import Program, sms
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 CONSUMERS, WARPS, STAGES, SLICES = 6, 8, 3, 4  # as in csrc/paged_attention_ring.cu
 BLOCKS_PER_SM = 2
-H200_SMS = 132
 MAX_PAGES = 2**20
 
 _DTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -126,7 +125,7 @@ def _attend(name, q, pool, page_table, length, out, layer, appended, splits, tim
     if bulk and q.is_cuda and (have := torch.cuda.get_device_capability(device)) < (9, 0):
         raise RuntimeError(f"{name} needs sm_90, this GPU is sm_{have[0]}{have[1]}: use paged_attention_cp_async")
 
-    splits = splits or choose_splits(max_pages, kv_heads, _sms(device) if q.is_cuda else H200_SMS)
+    splits = splits or choose_splits(max_pages, kv_heads, sms(device))
     partial = torch.empty(splits, heads, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(splits, heads, dtype=torch.float32, device=device)
     program, ring, combine = _program(q.dtype, head_dim, heads // kv_heads, bulk)
@@ -159,8 +158,3 @@ def _check_values(page_table: Tensor, tokens: int, pages: int) -> None:
     if int(used.min()) < 0 or int(used.max()) >= pages:
         wrong = int(used.min()) if int(used.min()) < 0 else int(used.max())
         raise ValueError(f"page_table names page {wrong}; the pool has pages 0 to {pages - 1}")
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
