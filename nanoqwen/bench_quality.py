@@ -44,7 +44,7 @@ GROUPS = (32, 64, 128)
 HEADS = (16, 8)
 WINDOW = 256
 # Modules of Python's own library: code that is on every machine which can run this, and of many hands.
-TEXT = ("argparse", "csv", "fractions", "heapq", "shutil", "statistics", "textwrap", "zipfile")
+TEXT = ("argparse", "csv", "fractions", "heapq", "shutil", "statistics", "tarfile", "textwrap")
 TOKENS = {"cpu": 256, "cuda": 2048}  # of each module, from its beginning
 LOADS = 3
 
