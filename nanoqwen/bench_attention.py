@@ -201,9 +201,10 @@ class Rotation:
     def samples(self, contenders: Contenders, rounds: int, replay_s: float) -> dict[str, list[float]]:
         """Seconds per call of each contender, one sample a round; outputs checked after the timing."""
         outputs: dict[str, dict[int, Tensor]] = {}
-        replays, calls = {}, {}
+        replays, calls, kept = {}, {}, []  # a graph reads the memory that its calls hold on to
         for name, how in contenders.items():
             call = self._contender(**how)
+            kept.append(call)
             seconds = min(time_calls(lambda call=call: call(0), self.device, 3, 1))
             calls[name] = self._calls(seconds, replay_s)
             outputs[name] = {}
