@@ -8,7 +8,7 @@
 //   paged_attention            a block for each KV head, with all its query heads: a page is read once for all of them
 //   paged_attention_split      the same, the pages shared among `splits` blocks: four KV heads do not fill a GPU
 //   paged_attention_prefetch   the same, 16 bytes a load, and the next page on its way while this one is computed
-//   combine_splits             their second launch: partial answers to one
+//   combine_splits             their second launch, and paged_attention_ring's: partial answers to one
 //
 // A split leaves its answer, normalised, and the log-sum-exp of its scores: partial (splits, heads, HEAD_DIM),
 // lse (splits, heads). One whose pages lie past the length leaves 0 and minus infinity, which weigh nothing; so the
@@ -100,12 +100,6 @@ __global__ void combine_splits(const float* partial, const float* lse, T* out, i
         sum = fmaf(weight, partial[(s * heads + head) * HEAD_DIM + dim], sum);
     }
     out[head * HEAD_DIM + dim] = from_float<T>(total == 0.0f ? 0.0f : sum / total);
-}
-
-template <typename T> __device__ __forceinline__ float2 word_to_float2(unsigned word);
-template <> __device__ __forceinline__ float2 word_to_float2<__half>(unsigned word) { return half2_to_float2(word); }
-template <> __device__ __forceinline__ float2 word_to_float2<__nv_bfloat16>(unsigned word) {
-    return bfloat162_to_float2(word);
 }
 
 // Step 3. Changed: a lane takes 16 bytes of a row, so that a warp has two tokens at a time (four of 64 dimensions), and

@@ -2,13 +2,13 @@
 //
 //   o[h] = sum over t < length + appended of softmax_t(q[h] . k[t] * scale) v[t]      GROUP heads h share a KV head
 //
-//   q (heads, HEAD_DIM), pool (pages, kv_heads, 2, 16, HEAD_DIM) of one layer, K first, page_table (max_pages) int
+//   q (heads, HEAD_DIM); pages, table, length, appended: see include/kv_page.cuh
 //   partial (splits, heads, HEAD_DIM) and lse (splits, heads) float: a split's result, and the logarithm of its weight
 //   timestamps (fills_stamped, CONSUMERS + 1, 3) or null: when each warp of the first block began to wait, had, was done
 //
 // Must move:  length * kv_heads * 2 * HEAD_DIM elements, each once.
 // Launch:     (kv_heads, splits) blocks of 256 threads, two blocks to a multiprocessor, and STAGES * CONSUMERS * 32 *
-//             HEAD_DIM bytes of dynamic shared memory. Then combine_splits.
+//             HEAD_DIM bytes of dynamic shared memory. Then combine_splits of paged_attention.cu.
 // Teaches:    a pipeline of specialised warps: one is up to three fills ahead, and the others think of no address.
 //
 //   fill        0: K of pages 0..5    1: V of pages 0..5    2: K of pages 6..11    3: V of pages 6..11
@@ -22,12 +22,12 @@
 // the producer copy 16 bytes at a time with cp.async, and arrive for them (sm_80).
 
 #include "async_copy.cuh"
+#include "kv_page.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
 #include "sync.cuh"
 #include "warp.cuh"
 
-constexpr int PAGE_SIZE = 16;
 constexpr int CONSUMERS = 6, WARPS = 8;  // of which one is the producer, and one has nothing to do: see `warp` below
 constexpr int STAGES = 3;
 constexpr float LAG = 8.0f;       // powers of two that a score may lie above the reference of its exponential
@@ -35,13 +35,6 @@ constexpr float LOWEST = -1e30f;  // below every score, and finite
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr unsigned ALL = 0xffffffffu;  // lanes of a warp
 extern __shared__ __align__(128) unsigned char ring[];
-
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-template <typename T> __device__ __forceinline__ float2 to_float2(unsigned word);
-template <> __device__ __forceinline__ float2 to_float2<__half>(unsigned word) { return half2_to_float2(word); }
-template <> __device__ __forceinline__ float2 to_float2<__nv_bfloat16>(unsigned word) {
-    return bfloat162_to_float2(word);
-}
 
 // Where a warp is in the ring. A barrier that has just been initialised lets a wait for parity 1 pass.
 struct Turn {
@@ -55,24 +48,24 @@ struct Turn {
     }
 };
 
-// Copies pages [first, last) of one KV head, `pages` being those of the pool from this head's first on.
+// Copies pages [first, last) of this block's KV head.
 template <typename T, int HEAD_DIM, bool BULK, typename Stamp>
-__device__ __forceinline__ void produce(const T* pages, int kv_heads, const int* page_table, int first, int last,
-                                        mbarrier_t* full, mbarrier_t* empty, const Stamp& stamp) {
+__device__ __forceinline__ void produce(const T* pages, const int* table, int first, int last, mbarrier_t* full,
+                                        mbarrier_t* empty, const Stamp& stamp) {
     constexpr int HALF = PAGE_SIZE * HEAD_DIM, BYTES = HALF * sizeof(T);  // the keys of a page, or its values
     const int lane = threadIdx.x % 32;
     Turn turn, landed;
-    int begin = first, page = first + lane < last ? page_table[first + lane] : 0, next_page = 0;
+    int begin = first, page = first + lane < last ? table[first + lane] : 0, next_page = 0;
     for (int fill = 0; begin < last; ++fill) {
         const bool values = fill % 2;
         const int count = min(CONSUMERS, last - begin);
         // The table is read a fill ahead: its answer takes as long as a page.
-        if (!values) next_page = begin + CONSUMERS + lane < last ? page_table[begin + CONSUMERS + lane] : 0;
+        if (!values) next_page = begin + CONSUMERS + lane < last ? table[begin + CONSUMERS + lane] : 0;
         stamp(fill, 0);
         mbarrier_wait(&empty[turn.stage], turn.parity ^ 1);
         stamp(fill, 1);
         unsigned char* to = ring + turn.stage * CONSUMERS * BYTES;
-        const T* from = pages + (static_cast<size_t>(page) * kv_heads * 2 + values) * HALF;  // this lane's page
+        const T* from = kv_page<HEAD_DIM>(pages, page, blockIdx.x, gridDim.x) + values * HALF;  // this lane's page
         if constexpr (BULK) {
             if (lane == 0) mbarrier_arrive_expect_bytes(&full[turn.stage], count * BYTES);
             __syncwarp();  // the bytes are expected before they come
@@ -107,9 +100,8 @@ __device__ __forceinline__ void produce(const T* pages, int kv_heads, const int*
 
 template <typename T, int HEAD_DIM, int GROUP, bool BULK>
 __global__ void __launch_bounds__(32 * WARPS, 2)
-    paged_attention_ring(const T* q, const T* pool, const int* page_table, const int* length, float* partial,
-                         float* lse, long long* timestamps, float scale, int appended, int max_pages,
-                         int fills_stamped) {
+    paged_attention_ring(const T* q, const T* pages, const int* table, const int* length, float* partial, float* lse,
+                         long long* timestamps, float scale, int appended, int max_pages, int fills_stamped) {
     static_assert((HEAD_DIM == 64 || HEAD_DIM == 128) && GROUP >= 1 && GROUP <= 8, "no code for such heads");
     constexpr int HALF_BYTES = PAGE_SIZE * HEAD_DIM * sizeof(T);
     constexpr int SHARE = (GROUP + 1) / 2;   // heads whose softmax a lane keeps
@@ -141,9 +133,9 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
         piece[d % 4] = to_float(q[kv_head * GROUP * HEAD_DIM + i]) * (scale * LOG2_E);
     }
     // The pages are divided among as many splits as get a page for each warp; the others are empty.
-    const int tokens = min(*length + appended, max_pages * PAGE_SIZE), pages = (tokens + PAGE_SIZE - 1) / PAGE_SIZE;
-    const int active = min(splits, (pages + CONSUMERS - 1) / CONSUMERS);
-    const int each = split < active ? pages / active : 0, extra = split < active ? pages % active : 0;
+    const int tokens = cached_tokens(length, appended, max_pages), count = ceil_div(tokens, PAGE_SIZE);
+    const int active = min(splits, ceil_div(count, CONSUMERS));
+    const int each = split < active ? count / active : 0, extra = split < active ? count % active : 0;
     const int first = split * each + min(split, extra), last = first + each + (split < extra);
     const bool stamping = timestamps && lane == 0 && kv_head == 0 && split == 0;
     const auto stamp = [&](int fill, int event) {
@@ -153,8 +145,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
 
     if (warp > CONSUMERS) return;
     if (warp == CONSUMERS) {
-        produce<T, HEAD_DIM, BULK>(pool + static_cast<size_t>(kv_head) * 2 * PAGE_SIZE * HEAD_DIM, kv_heads, page_table,
-                                   first, last, full, empty, stamp);
+        produce<T, HEAD_DIM, BULK>(pages, table, first, last, full, empty, stamp);
         return;
     }
 
@@ -188,8 +179,8 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
                     float2 a[4], b[4];
 #pragma unroll
                     for (int s = 0; s < 4; ++s) {
-                        a[s] = to_float2<T>(part ? k[s].z : k[s].x);
-                        b[s] = to_float2<T>(part ? k[s].w : k[s].y);
+                        a[s] = word_to_float2<T>(part ? k[s].z : k[s].x);
+                        b[s] = word_to_float2<T>(part ? k[s].w : k[s].y);
                     }
 #pragma unroll
                     for (int h = 0; h < GROUP; ++h) {
@@ -272,8 +263,8 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
                 const uint4 bits = load_pack(values + r * HEAD_DIM).bits;
                 const float4 a = weights[warp][r + lane / ROW_LANES][0], b = weights[warp][r + lane / ROW_LANES][1];
                 const float w[2][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
-                const float2 v[4] = {to_float2<T>(bits.x), to_float2<T>(bits.y), to_float2<T>(bits.z),
-                                     to_float2<T>(bits.w)};
+                const float2 v[4] = {word_to_float2<T>(bits.x), word_to_float2<T>(bits.y), word_to_float2<T>(bits.z),
+                                     word_to_float2<T>(bits.w)};
 #pragma unroll
                 for (int h = 0; h < GROUP; ++h) {
 #pragma unroll
@@ -333,35 +324,4 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
         partial[static_cast<size_t>(place) * HEAD_DIM + i] = empty_split ? 0.0f : value / total;
         if (i % HEAD_DIM == 0) lse[place + h] = empty_split ? minus_infinity() : (highest + log2f(total)) * LN_2;
     }
-}
-
-// The splits' results become one: out[h] = sum over s of exp(lse[s, h] - max) partial[s, h] / sum of the same exp.
-// A block for each head, of SLICES * HEAD_DIM threads: each slice adds up every SLICES-th split.
-constexpr int SLICES = 4;
-template <typename T, int HEAD_DIM>
-__global__ void __launch_bounds__(SLICES * HEAD_DIM)
-    combine_splits(const float* partial, const float* lse, T* out, int splits) {
-    __shared__ float values[SLICES][HEAD_DIM], totals[SLICES];
-    const int head = blockIdx.x, heads = gridDim.x, d = threadIdx.x % HEAD_DIM, slice = threadIdx.x / HEAD_DIM;
-    launch_dependents();
-    wait_for_predecessor();
-    float highest = LOWEST;
-    for (int s = threadIdx.x % 32; s < splits; s += 32) highest = fmaxf(highest, lse[s * heads + head]);
-    highest = warp_max(highest);
-    float total = 0.0f, value = 0.0f;
-#pragma unroll 4
-    for (int s = slice; s < splits; s += SLICES) {
-        const float share = exp2f((lse[s * heads + head] - highest) * LOG2_E);  // 0 for an empty split
-        total += share;
-        value = fmaf(share, partial[(static_cast<size_t>(s) * heads + head) * HEAD_DIM + d], value);
-    }
-    values[slice][d] = value;
-    if (d == 0) totals[slice] = total;
-    __syncthreads();
-    if (slice > 0) return;
-    for (int other = 1; other < SLICES; ++other) {
-        total += totals[other];
-        value += values[other][d];
-    }
-    out[head * HEAD_DIM + d] = from_float<T>(total > 0.0f ? value / total : 0.0f);
 }

@@ -21,10 +21,13 @@ from nanoqwen.timing import percentiles, time_calls
 SOURCES = (
     "csrc/attention.cu",
     "csrc/paged_attention.cu",
+    "csrc/paged_attention_ring.cu",
     "csrc/paged_attention_mma.cu",
+    "csrc/include/async_copy.cuh",
     "csrc/include/bits.cuh",
     "csrc/include/format.cuh",
     "csrc/include/kv_page.cuh",
+    "csrc/include/mbarrier.cuh",
     "csrc/include/mma.cuh",
     "csrc/include/online_softmax.cuh",
     "csrc/include/pack.cuh",
@@ -45,6 +48,8 @@ STEPS: Contenders = {
     "paged": {"kernel": "paged_attention"},
     "split": {"kernel": "paged_attention_split"},
     "prefetch": {"kernel": "paged_attention_prefetch"},
+    "ring": {"kernel": "paged_attention_ring"},
+    "cp_async": {"kernel": "paged_attention_cp_async"},
     "mma": {"kernel": "paged_attention_mma"},
     "torch": {"kernel": "torch"},
 }

@@ -1,8 +1,8 @@
 """The record `counters`: what Nsight Compute counts for every kernel, beside what the SIMT machine counts, and the
-instructions and bytes that the INT4 ladder takes on a large matrix.
+instructions and bytes that the INT4 ladder takes on a large matrix, and those of attention over a long context.
 
 `python -m nanoqwen.counters` launches every case once on a GPU, in order, `python -m nanoqwen.counters issue` the
-ladder: they are the processes that `ncu` watches.
+ladder and `... attention` attention: they are the processes that `ncu` watches.
 """
 
 import csv
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from nanoqwen import kernels, records, simt
 from nanoqwen.awq import dequantize_reference
 from nanoqwen.kernels.gemv import H200_SMS
 from nanoqwen.kernels.int4 import choose
-from nanoqwen.packing import FRAGMENT, GROUP_SIZE, pack, tile_scales
+from nanoqwen.packing import FRAGMENT, GROUP_SIZE, PAGE_SIZE, pack, tile_scales
 from nanoqwen.paths import RECORDS as FOLDER
 from nanoqwen.paths import REPO
 from nanoqwen.records import Record
@@ -35,7 +35,13 @@ INT4_SOURCES = (
     "nanoqwen/packing.py",
 )
 AWQ_SOURCES = (*records.with_headers("awq_dequantize.cu"), "nanoqwen/kernels/awq.py")
-SOURCES = (*GEMV_SOURCES, *INT4_SOURCES, *AWQ_SOURCES, "nanoqwen/counters.py")
+ATTENTION_SOURCES = (
+    *records.with_headers("attention.cu", "paged_attention.cu", "paged_attention_ring.cu", "paged_attention_mma.cu"),
+    *records.with_headers("rope_append.cu"),
+    "nanoqwen/kernels/attention.py",
+    "nanoqwen/packing.py",
+)
+SOURCES = tuple(dict.fromkeys((*GEMV_SOURCES, *INT4_SOURCES, *AWQ_SOURCES, *ATTENTION_SOURCES, "nanoqwen/counters.py")))
 KERNELS = ("gemv_naive", "gemv_coalesced", "gemv_vectorized", "gemv_unrolled", "gemv_rows", "gemv")
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES = ((256, 256), (129, 1536), (896, 896), (33, 4864))
@@ -44,7 +50,17 @@ INT4_SHAPES = ((33, 896), (16, 1536), (33, 3584), (17, 4864))  # rows, columns
 AWQ_KERNELS = ("awq_v1", "awq_v2", "awq_v3")
 AWQ_DTYPES = ("bfloat16", "float16")
 AWQ_SHAPES = ((128, 896), (256, 256), (384, 1536))  # in, out
+ATTENTION_KERNELS = (
+    "rope_append",
+    "attention_online",
+    *(f"paged_attention{step}" for step in ("", "_split", "_prefetch", "_mma")),
+)
+"""Those whose loads are loads: copies to shared memory that go on by themselves are counted elsewhere on a GPU."""
+ATTENTION_SHAPES = tuple((tokens, cols) for tokens in (49, 257) for cols in (896, 3584))  # tokens, heads * head_dim
+ATTENTION_HEADS = {896: (14, 2, 64), 3584: (28, 4, 128)}  # query heads, KV heads, head_dim
+ATTENTION_SPLITS = 3
 ISSUE_SHAPE = (37888, 3584)
+ISSUE_ATTENTION = (32768, 3584)
 METRICS = {
     "load_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
@@ -72,7 +88,10 @@ class NoCounters(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a kernel's function, as the CUDA source calls the kernel. `dtype` int4: fp16 x and scales."""
+    """One call of a kernel's function, as the CUDA source calls the kernel. `dtype` int4: fp16 x and scales.
+
+    Of attention, `rows` are the tokens, and `cols` the query heads times their dimensions.
+    """
 
     kernel: str
     dtype: str
@@ -82,11 +101,25 @@ class Case:
     @property
     def launched(self) -> tuple[str, ...]:
         """The kernels that the call launches, in order."""
+        if self.kernel in ("paged_attention_split", "paged_attention_prefetch", "paged_attention_ring"):
+            return (self.kernel, "combine_splits")
         return ("quantize_x", self.kernel) if self.kernel == "int4_gemv_dp4a" else (self.kernel,)
 
+    @property
+    def is_attention(self) -> bool:
+        return "attention" in self.kernel or self.kernel == "rope_append"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of attention: the keys and values, once each."""
+        _, kv_heads, head_dim = ATTENTION_HEADS[self.cols]
+        return self.rows * kv_heads * 2 * head_dim * getattr(torch, self.dtype).itemsize
+
     def inputs(self, device: str | torch.device) -> tuple[Tensor, ...]:
-        """Weights, x where there is one, and y, in memory of their own."""
+        """Weights, x where there is one, and y, in memory of their own. Of attention, all but the workspace."""
         make = torch.Generator().manual_seed(self.rows + self.cols)
+        if self.is_attention:
+            return tuple(t.to(device) for t in self._attention(make))
         if self.dtype == "int4":
             values, scales = self._int4(make)
             tiled = self.kernel == "int4_gemm_mma"
@@ -106,6 +139,10 @@ class Case:
     def launch(self, *tensors: Tensor) -> Tensor:
         # The same instance of the last steps on every machine.
         *given, out = tensors
+        if self.is_attention:
+            how = {} if self.kernel in ATTENTION_KERNELS[:3] else {"splits": ATTENTION_SPLITS}
+            how |= {"least_steps": 1} if self.kernel == "paged_attention_mma" else {}
+            return getattr(kernels, self.kernel)(*given, out, **how)
         if self.kernel in AWQ_KERNELS:
             return getattr(kernels, f"awq_dequantize_{self.kernel.removeprefix('awq_')}")(*given, out)
         if self.kernel == "int4_gemm_mma":
@@ -117,6 +154,8 @@ class Case:
     def reference(self, *tensors: Tensor) -> Tensor:
         """What `launch` should give for the same tensors, in float64 on the CPU."""
         first, *rest = (tensor.cpu() for tensor in tensors)
+        if self.is_attention:
+            return self._attended(first, *rest)
         if self.kernel in AWQ_KERNELS:
             return dequantize_reference(first, *rest[:2], torch.float32).T.double()
         if self.dtype != "int4":
@@ -129,6 +168,34 @@ class Case:
         scales = torch.rand(self.rows, self.cols // GROUP_SIZE, generator=make) * 0.03 + 1e-3
         return values, scales.half()
 
+    def _attention(self, make: torch.Generator) -> tuple[Tensor, ...]:
+        heads, kv_heads, head_dim = ATTENTION_HEADS[self.cols]
+        count, dtype = -(-self.rows // PAGE_SIZE), getattr(torch, self.dtype)
+        pages = torch.randn(count + 2, kv_heads, 2, PAGE_SIZE, head_dim, generator=make).to(dtype)
+        table = torch.randperm(count + 2, generator=make)[:count].int()
+        q, out = torch.randn(heads, head_dim, generator=make).to(dtype), torch.zeros(heads, head_dim, dtype=dtype)
+        length = torch.tensor([self.rows], dtype=torch.int32)
+        if self.kernel == "rope_append":  # the last of the tokens
+            qkv = torch.randn(heads + 2 * kv_heads, head_dim, generator=make)
+            angles = torch.rand(self.rows, head_dim // 2, generator=make).repeat(1, 2)
+            return qkv, angles.cos(), angles.sin(), length - 1, table, pages, out
+        if self.kernel == "attention_online":
+            return q, *self._contiguous(pages, table), length, out
+        return q, pages, table, length, out
+
+    def _contiguous(self, pages: Tensor, table: Tensor) -> Iterator[Tensor]:
+        return (x.transpose(0, 1).flatten(1, 2)[:, : self.rows].contiguous() for x in pages[table.long()].unbind(2))
+
+    def _attended(self, q: Tensor, *given: Tensor) -> Tensor:
+        heads, kv_heads, _ = ATTENTION_HEADS[self.cols]
+        if self.kernel == "rope_append":
+            cos, sin = (x[-1].double() for x in given[:2])
+            first, second = q[:heads].double().chunk(2, dim=1)
+            return q[:heads].double() * cos + torch.cat((-second, first), dim=1) * sin
+        k, v = given[:2] if self.kernel == "attention_online" else self._contiguous(*given[:2])
+        scores = q.double().unflatten(0, (kv_heads, -1)) @ k.double().transpose(1, 2) * q.shape[1] ** -0.5
+        return (scores.softmax(-1) @ v.double()).flatten(0, 1)
+
     def __str__(self) -> str:
         return f"{self.kernel} {self.dtype} {self.rows}x{self.cols}"
 
@@ -137,7 +204,9 @@ CASES = (
     *(Case(k, d, *shape) for k in KERNELS for d in DTYPES for shape in SHAPES),
     *(Case(k, "int4", *shape) for k in INT4_KERNELS for shape in INT4_SHAPES),
     *(Case(k, d, *shape) for k in AWQ_KERNELS for d in AWQ_DTYPES for shape in AWQ_SHAPES),
+    *(Case(k, "bfloat16", *shape) for k in ATTENTION_KERNELS for shape in ATTENTION_SHAPES),
 )
+LONG_CONTEXT = tuple(Case(k, "bfloat16", *ISSUE_ATTENTION) for k in ("paged_attention_ring", "paged_attention_mma"))
 
 
 def simulate(case: Case) -> dict[str, int]:
@@ -161,7 +230,7 @@ def record_counters(folder: Path = FOLDER) -> Record | str:
         simulated = [simulate(case) for case in CASES]
     try:
         hardware_counts, version = on_gpu.result()
-        issue = issue_on_gpu()
+        issue, attention = issue_on_gpu(), attention_on_gpu()
     except NoCounters as reason:
         return (
             f"{counts_table(list(zip(CASES, simulated, strict=True)))}\n"
@@ -177,9 +246,12 @@ def record_counters(folder: Path = FOLDER) -> Record | str:
         "those of the load/store unit for global memory, wavefronts those for shared memory; int4_gemv_dp4a includes "
         "quantize_x. The SIMT machine observed the same launches on the same inputs on a CPU; difference is simulated "
         "minus hardware, where it is not zero. issue: another such process, one launch of each step of the INT4 ladder "
-        "and of the 16-bit gemv on one large matrix, in groups of 128, caches flushed by ncu. Clocks left alone."
+        "and of the 16-bit gemv on one large matrix, in groups of 128, caches flushed by ncu. attention: a third, one "
+        "call each of two kernels over a long context. In the cases of attention, rows are tokens, columns the "
+        f"dimensions of all query heads, and there are {ATTENTION_SPLITS} splits. Clocks left alone."
     )
-    results = {"ncu": version, "metrics": METRICS, "gemv_sms": H200_SMS, "cases": cases, "issue": issue}
+    results = {"ncu": version, "metrics": METRICS, "gemv_sms": H200_SMS, "cases": cases}
+    results |= {"issue": issue, "attention": attention}
     record = records.make("counters", results, protocol, SOURCES)
     path = records.save(record, folder)
     print(f"{parity_table(record)}\n{issue_table(record)}")
@@ -206,16 +278,29 @@ def issue_on_gpu(timeout: float = 300) -> dict:
         NoCounters, RuntimeError: as `count_on_gpu`.
     """
     names = [*(name for step in INT4_KERNELS for name in Case(step, "int4", 1, 1).launched), "int4_gemm_ring", "gemv"]
-
-    def read(text: str) -> list[dict]:
-        launches = parse(text, ISSUE, _number)
-        if [base_name(name) for name, _ in launches] != names:
-            raise ValueError(f"ncu saw {', '.join(base_name(name) for name, _ in launches)}, not {', '.join(names)}")
-        return [{"kernel": name, **figures} for name, (_, figures) in zip(names, launches, strict=True)]
-
     rows, cols = ISSUE_SHAPE
-    found, _ = _watched(["issue"], ISSUE, read, timeout)
+    found, _ = _watched(["issue"], ISSUE, lambda text: _launches(text, names), timeout)
     return {"rows": rows, "cols": cols, "metrics": ISSUE, "launches": found}
+
+
+def attention_on_gpu(timeout: float = 300) -> dict:
+    """Instructions, bytes and shares of `ISSUE` for each launch of `LONG_CONTEXT`.
+
+    Raises:
+        NoCounters, RuntimeError: as `count_on_gpu`.
+    """
+    names = [name for case in LONG_CONTEXT for name in case.launched]
+    tokens, cols = ISSUE_ATTENTION
+    heads = dict(zip(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS[cols], strict=True))
+    found, _ = _watched(["attention"], ISSUE, lambda text: _launches(text, names), timeout)
+    return {"tokens": tokens, **heads, "kv_bytes": LONG_CONTEXT[0].kv_bytes, "metrics": ISSUE, "launches": found}
+
+
+def _launches(text: str, names: Sequence[str]) -> list[dict]:
+    launches = parse(text, ISSUE, _number)
+    if [base_name(name) for name, _ in launches] != list(names):
+        raise ValueError(f"ncu saw {', '.join(base_name(name) for name, _ in launches)}, not {', '.join(names)}")
+    return [{"kernel": name, **figures} for name, (_, figures) in zip(names, launches, strict=True)]
 
 
 def _watched(
@@ -230,7 +315,7 @@ def _watched(
     with tempfile.TemporaryDirectory() as work:
         log = Path(work) / "counts.csv"
         command = [ncu, "--clock-control", "none", "--metrics", ",".join(metrics.values())]
-        command += ["--kernel-name", "regex:gemv|int4_|quantize_x|awq_v"]
+        command += ["--kernel-name", "regex:gemv|int4_|quantize_x|awq_v|attention|combine_splits|rope_append"]
         command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         command += [sys.executable, "-m", "nanoqwen.counters", *words]
         try:
@@ -328,14 +413,14 @@ def base_name(name: str) -> str:
     return found[1] if found else name
 
 
-def main() -> None:
+def main(cases: Sequence[Case] | None = None) -> None:
     """Call every case once, in order, and check what came out."""
-    device = torch.device("cuda", 0)
-    inputs = [case.inputs(device) for case in CASES]
+    cases, device = CASES if cases is None else cases, torch.device("cuda", 0)
+    inputs = [case.inputs(device) for case in cases]
     torch.cuda.synchronize()
-    outputs = [case.launch(*tensors) for case, tensors in zip(CASES, inputs, strict=True)]
+    outputs = [case.launch(*tensors) for case, tensors in zip(cases, inputs, strict=True)]
     torch.cuda.synchronize()
-    for case, y, tensors in zip(CASES, outputs, inputs, strict=True):
+    for case, y, tensors in zip(cases, outputs, inputs, strict=True):
         _check(str(case), y, case.reference(*tensors))
 
 
@@ -406,4 +491,4 @@ def issue_table(record: Record) -> str:
 
 
 if __name__ == "__main__":
-    issue() if sys.argv[1:] == ["issue"] else main()
+    {"issue": issue, "attention": lambda: main(LONG_CONTEXT), "": main}[" ".join(sys.argv[1:])]()

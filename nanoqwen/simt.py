@@ -182,6 +182,7 @@ OBSERVED_GCC = [
     "-fno-peel-loops",
     "-fno-split-loops",
     "-fno-ipa-icf",
+    "-fno-ipa-sra",  # it has the caller load what a pointer points to, where nobody observes
     "-fno-store-merging",
     "-fno-hoist-adjacent-loads",
     "-fno-code-hoisting",

@@ -21,6 +21,8 @@ PAGED = [
     kernels.paged_attention,
     kernels.paged_attention_split,
     kernels.paged_attention_prefetch,
+    kernels.paged_attention_ring,
+    kernels.paged_attention_cp_async,
     kernels.paged_attention_mma,
 ]
 SPLIT = PAGED[1:]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanoqwen import kernels, simt
-from nanoqwen.kernels.attention_ring import CONSUMERS, PAGE_SIZE, choose_splits
+from nanoqwen.kernels.attention import CONSUMERS, RING_BLOCKS_PER_SM, choose_splits
+from nanoqwen.packing import PAGE_SIZE
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 49, 255, 256, 257)
 HEADS = {  # query heads, KV heads, head_dim
@@ -19,7 +20,6 @@ HEADS = {  # query heads, KV heads, head_dim
     "five to one": (10, 2, 64),
 }
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of ‖out − reference‖/‖reference‖: out is rounded to its dtype
-LAYER = 1  # of two
 
 kernel_by_name = pytest.mark.parametrize(
     "kernel", [kernels.paged_attention_ring, kernels.paged_attention_cp_async], ids=lambda kernel: kernel.__name__
@@ -36,16 +36,16 @@ class Problem:
             for shape in ((heads,), (kv_heads, tokens), (kv_heads, tokens))
         )
         self.tokens, self.max_pages = tokens, -(-tokens // PAGE_SIZE) + spare_pages
-        self.page_table = torch.randperm(self.max_pages + 3, generator=make)[: self.max_pages].int()
+        self.table = torch.randperm(self.max_pages + 3, generator=make)[: self.max_pages].int()
 
     @property
-    def pool(self):
+    def pages(self):
         kv_heads, _, head_dim = self.k.shape
-        pool = torch.full((2, self.max_pages + 3, kv_heads, 2, PAGE_SIZE, head_dim), math.nan, dtype=self.q.dtype)
+        pages = torch.full((self.max_pages + 3, kv_heads, 2, PAGE_SIZE, head_dim), math.nan, dtype=self.q.dtype)
         for t in range(self.tokens):
-            page, slot = int(self.page_table[t // PAGE_SIZE]), t % PAGE_SIZE
-            pool[LAYER, page, :, 0, slot], pool[LAYER, page, :, 1, slot] = self.k[:, t], self.v[:, t]
-        return pool
+            page, slot = int(self.table[t // PAGE_SIZE]), t % PAGE_SIZE
+            pages[page, :, 0, slot], pages[page, :, 1, slot] = self.k[:, t], self.v[:, t]
+        return pages
 
     @property
     def reference(self):
@@ -57,8 +57,7 @@ class Problem:
     def run(self, kernel, **how):
         """Of a kernel, into an output full of NaN."""
         out, length = torch.full_like(self.q, math.nan), torch.tensor([self.tokens], dtype=torch.int32)
-        how = {"layer": LAYER} | how
-        assert kernel(self.q, self.pool, self.page_table, length, out=out, **how) is out
+        assert kernel(self.q, self.pages, self.table, length, out=out, **how) is out
         return out
 
     def error(self, out):
@@ -133,7 +132,7 @@ def test_appended_tokens_count_though_the_length_has_not_grown(kernel):
     problem = Problem(14, 2, 64, 33)
     wanted = problem.run(kernel)
     out, length = torch.full_like(problem.q, math.nan), torch.tensor([32], dtype=torch.int32)
-    kernel(problem.q, problem.pool, problem.page_table, length, out=out, layer=LAYER, appended=1)
+    kernel(problem.q, problem.pages, problem.table, length, out=out, appended=1)
     assert torch.equal(out, wanted)
 
 
@@ -155,37 +154,11 @@ def test_timestamps_tell_when_each_warp_waited_and_change_nothing(kernel):
 
 
 def test_splits_fill_the_gpu_but_leave_a_page_for_each_warp():
-    assert choose_splits(2048, 4, 132) == 66  # two blocks on each multiprocessor
-    assert choose_splits(1, 4, 132) == 1 and choose_splits(13, 2, 132) == 3
+    for pages, kv_heads, splits in ((2048, 4, 66), (1, 4, 1), (13, 2, 3)):  # the first: two blocks a multiprocessor
+        assert choose_splits(16 * pages, kv_heads, 132, RING_BLOCKS_PER_SM, least_pages=CONSUMERS) == splits
 
 
 @kernel_by_name
-def test_wrong_arguments_are_refused_before_anything_runs(kernel):
-    problem = Problem(14, 2, 64, 49)
-    length = torch.tensor([49], dtype=torch.int32)
-    good = {"q": problem.q, "pool": problem.pool, "page_table": problem.page_table, "length": length}
-    refused = [
-        ({"q": torch.zeros(14, 96).half()}, ValueError, "head_dim is 96; .* compiled for 64 and 128"),
-        ({"q": problem.q.float()}, TypeError, "q is float32; it must be float16 or bfloat16"),
-        ({"q": problem.q.bfloat16()}, TypeError, "pool is float16; it must be bfloat16"),
-        ({"q": problem.q[:13]}, ValueError, "13 query heads and 2 KV heads"),
-        ({"q": torch.zeros(18, 64).half()}, ValueError, "18 query heads and 2 KV heads; one to 8 must share"),
-        (
-            {"pool": problem.pool[0]},
-            ValueError,
-            r"pool has shape .*; it must be \(layers, pages, kv_heads, 2, 16, 64\)",
-        ),
-        ({"page_table": problem.page_table.long()}, TypeError, "page_table is int64; it must be int32"),
-        ({"page_table": torch.full((6,), 99, dtype=torch.int32)}, ValueError, "names page 99; the pool has pages 0 to"),
-        ({"length": length[0]}, ValueError, r"length has shape \(\); it must be \(1,\)"),
-        ({"length": length * 0}, ValueError, "length is 0 tokens; a page table of 6 holds 1 to 96"),
-        ({"length": length * 2}, ValueError, "length is 98 tokens"),
-        ({"layer": 2}, ValueError, "layer is 2; the pool has layers 0 to 1"),
-        ({"splits": 0}, ValueError, "splits is 0; it must be 1 to 65535"),
-        ({"appended": -1}, ValueError, "appended is -1"),
-        ({"out": problem.q}, ValueError, "out shares memory with q"),
-        ({"timestamps": torch.zeros(6, 7).long()}, ValueError, r"it must be \(fills, 7, 3\)"),
-    ]
-    for wrong, error, words in refused:
-        with pytest.raises(error, match=words):
-            kernel(**good | wrong)
+def test_timestamps_of_another_shape_are_refused(kernel):
+    with pytest.raises(ValueError, match=r"timestamps has shape .*; it must be \(fills, 7, 3\)"):
+        Problem(14, 2, 64, 49).run(kernel, timestamps=torch.zeros(6, 7, dtype=torch.int64))

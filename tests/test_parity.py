@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from nanoqwen import cli, counters, records
+from nanoqwen import cli, counters, records, simt
 from nanoqwen.counters import CASES, GLOBAL, METRICS, Case, NoCounters, base_name, match, parse, simulate
 from nanoqwen.readme import UNEQUAL_LOADS, WHY_UNEQUAL
 
@@ -52,6 +52,7 @@ def row_bytes(entry):
 
 
 FAMILIES = {"gemv": counters.KERNELS, "int4": counters.INT4_KERNELS, "awq": counters.AWQ_KERNELS}
+FAMILIES["attention"] = counters.ATTENTION_KERNELS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,6 +135,35 @@ def test_hand_counted_launches_come_out():
     words = 128 * 896 // 8
     counts = simulate(Case("awq_v2", "bfloat16", 128, 896))
     assert [counts[name] for name in GLOBAL][2:] == [words // 32, words // 32 * 16]
+    # 14 heads of 64 dimensions and 2 KV heads; 49 tokens, of which a warp reads one at a time, in two requests of 32
+    # elements: for each head q, for each token k and v, and the length.
+    counts = simulate(Case("attention_online", "bfloat16", 49, 896))
+    requests = 14 * (2 + 49 * 4)
+    assert [counts[name] for name in GLOBAL] == [requests + 14, 2 * requests + 14, 14 * 2, 14 * 4]
+    # A pair a thread, 32 apart: a warp reads two rows of 128 bytes; cos and sin for q and k alone; it writes 64 bytes.
+    counts = simulate(Case("rope_append", "bfloat16", 49, 896))
+    scalars = 18 + 4  # the position; where k and v go, the table
+    assert [counts[name] for name in GLOBAL] == [18 * 2 + 16 * 2 + scalars, (18 * 2 + 16 * 2) * 4 + scalars, 36, 72]
+
+
+def test_bulk_copies_move_every_page_once():
+    """Loads do not show them: a bulk copy is one request of one lane, of half a page."""
+    for tokens in (48, 257):
+        case = Case("paged_attention_ring", "bfloat16", tokens, 896)
+        report = simt.observe(case.launch, *case.inputs("cpu"))
+        pages = -(-tokens // 16)
+        assert report.clean and report.totals.async_sectors * 32 == pages * 16 * case.kv_bytes // tokens
+        assert report.totals.async_copies == pages * 2 * 2  # keys and values of two KV heads
+
+
+@recorded
+def test_the_recorded_long_context_reads_its_cache_once():
+    if "attention" not in RECORD.results:
+        pytest.skip("the bytes of attention have not been recorded yet")
+    found = RECORD.results["attention"]
+    for each in found["launches"]:
+        if each["kernel"] != "combine_splits":
+            assert each["dram_read_bytes"] == pytest.approx(found["kv_bytes"], rel=0.05)
 
 
 def test_a_call_of_two_kernels_counts_as_their_sum():
@@ -274,6 +304,7 @@ def test_counts_become_a_record_with_the_differences(gpu, monkeypatch, tmp_path)
     monkeypatch.setattr(records, "record_environment", lambda device=None: environment)
     monkeypatch.setattr(counters, "CASES", cases)
     monkeypatch.setattr(counters, "issue_on_gpu", lambda: ISSUED)
+    monkeypatch.setattr(counters, "attention_on_gpu", lambda: {})
     record = counters.record_counters(tmp_path / "records")
     assert records.load("counters", "NVIDIA H200", tmp_path / "records") == record
     assert record.results["ncu"] == "2025.3.1.0"
@@ -318,6 +349,20 @@ def test_instructions_and_bytes_of_the_ladder_are_read_launch_by_launch(gpu, tmp
     write(rows[1:])
     with pytest.raises(RuntimeError, match=r"ncu saw int4_gemv_warp, .*, not int4_gemv_naive, "):
         counters.issue_on_gpu()
+
+
+def test_bytes_of_a_long_context_are_read_launch_by_launch(gpu, tmp_path):
+    names = ["void paged_attention_ring<x, 128, 7, true>(int)", "combine_splits<x>()", "paged_attention_mma<x>()"]
+    rows = [launch(i, name, 1000, 45.25, 60, 70_000_000, 0, 9000)[: -len(',"9.0"')] for i, name in enumerate(names)]
+    (tmp_path / "table").write_text("\n".join([line(*HEADER[:6], *counters.ISSUE.values()), *rows]))
+    gpu(
+        'case "$*" in *--version*) exit 0;; *"nanoqwen.counters attention"*) ;; *) exit 1;; esac\n'
+        f'while [ "$1" != --log-file ]; do shift; done; cp {tmp_path / "table"} "$2"'
+    )
+    found = counters.attention_on_gpu()
+    assert found["kv_bytes"] == 32768 * 4 * 2 * 128 * 2
+    assert [each["kernel"] for each in found["launches"]] == [base_name(name) for name in names]
+    assert found["launches"][0]["dram_read_bytes"] == 7e7
 
 
 @recorded

@@ -37,3 +37,10 @@ __device__ __forceinline__ uint4 stream_page(const T* p) {
     return v;
 #endif
 }
+
+// Two neighbours in a 32-bit word, as floats.
+template <typename T> __device__ __forceinline__ float2 word_to_float2(unsigned word);
+template <> __device__ __forceinline__ float2 word_to_float2<__half>(unsigned word) { return half2_to_float2(word); }
+template <> __device__ __forceinline__ float2 word_to_float2<__nv_bfloat16>(unsigned word) {
+    return bfloat162_to_float2(word);
+}

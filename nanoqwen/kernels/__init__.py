@@ -6,12 +6,13 @@ from nanoqwen.kernels.attention import (
     attention_workspace,
     choose_splits,
     paged_attention,
+    paged_attention_cp_async,
     paged_attention_mma,
     paged_attention_prefetch,
+    paged_attention_ring,
     paged_attention_split,
     rope_append,
 )
-from nanoqwen.kernels.attention_ring import paged_attention_cp_async, paged_attention_ring
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
 from nanoqwen.kernels.dequantize import int4_dequantize
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized

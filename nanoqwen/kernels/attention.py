@@ -23,10 +23,12 @@ MAX_GROUP = 8  # query heads of a KV head: the columns of the tensor cores' tile
 MAX_SPLITS = 512
 PAGES_PER_STEP = {64: (2, 1, 4), 128: (2, 1)}  # of a warp of paged_attention_mma, by head_dim; the default first
 LEAST_STEPS = 4  # of a split of paged_attention_mma
-BLOCKS_PER_SM = 4  # of the steps before it, whose blocks have less on the way
+BLOCKS_PER_SM = 4  # of the first steps, whose blocks have less on the way
+RING_BLOCKS_PER_SM = 2
+CONSUMERS, RING_WARPS, STAGES = 6, 8, 3  # as in csrc/paged_attention_ring.cu
 
 _C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-_DTYPES, _INT32, _FLOAT = tuple(_C_NAMES), (torch.int32,), (torch.float32,)
+_DTYPES, _INT32, _INT64, _FLOAT = tuple(_C_NAMES), (torch.int32,), (torch.int64,), (torch.float32,)
 _LAYOUTS = {(dtype, head_dim): f"{t}, {head_dim}" for dtype, t in _C_NAMES.items() for head_dim in HEAD_DIMS}
 _ONLINE = {
     key: Program(Path("attention.cu"), {f"attention_online<{types}>": "pppppfiii"}) for key, types in _LAYOUTS.items()
@@ -42,6 +44,15 @@ _PAGED = {
         },
     )
     for key, types in _LAYOUTS.items()
+}
+_RING = {  # one program for each number of query heads that share a KV head: each takes a while to compile
+    (*key, group, bulk): Program(
+        Path("paged_attention_ring.cu"),
+        {f"paged_attention_ring<{types}, {group}, {str(bulk).lower()}>": "pppppppfiii"},
+    )
+    for key, types in _LAYOUTS.items()
+    for group in range(1, MAX_GROUP + 1)
+    for bulk in (True, False)
 }
 _MMA = {
     key: Program(
@@ -168,6 +179,47 @@ def paged_attention_prefetch(
     return _split("prefetch", q, pages, table, length, out, tail, kv_heads, 256, splits)
 
 
+def paged_attention_ring(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    out: Tensor | None = None,
+    *,
+    appended: int = 0,
+    splits: int | None = None,
+    timestamps: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention_split`, by specialised warps: one fetches pages, six compute (lesson 05, step 4).
+
+    Pages come by bulk copies, which report to an mbarrier (sm_90).
+
+    Args:
+        timestamps: (fills, 7, 3) int64 for a picture of the first block: the clock at which each warp (the producer is
+            the last) began to wait for a fill of the ring, had it, and was done with it. Fills are K and V in turn.
+            What the block does not come to stays as it was.
+
+    Raises:
+        RuntimeError: a GPU that has no bulk copies (before sm_90).
+    """
+    return _ring(True, q, pages, table, length, out, appended, splits, timestamps)
+
+
+def paged_attention_cp_async(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    out: Tensor | None = None,
+    *,
+    appended: int = 0,
+    splits: int | None = None,
+    timestamps: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention_ring`, the same bits; pages come by `cp.async`, which GPUs have from sm_80 on."""
+    return _ring(False, q, pages, table, length, out, appended, splits, timestamps)
+
+
 def paged_attention_mma(
     q: Tensor,
     pages: Tensor,
@@ -182,7 +234,7 @@ def paged_attention_mma(
     least_steps: int = LEAST_STEPS,
     pdl: bool = False,
 ) -> Tensor:
-    """As `paged_attention_split`, on tensor cores and in one launch (lesson 05, step 4).
+    """As `paged_attention_split`, on tensor cores and in one launch (lesson 05, step 5).
 
     exp(s − max) is rounded to the dtype of q before it meets the values.
 
@@ -228,14 +280,14 @@ def attention_workspace(kv_heads: int, head_dim: int, splits: int, device: torch
 
 
 @functools.lru_cache
-def choose_splits(length: int, kv_heads: int, sms: int, blocks_per_sm: int = 1) -> int:
+def choose_splits(length: int, kv_heads: int, sms: int, blocks_per_sm: int = 1, least_pages: int = 1) -> int:
     """Blocks that share the pages of a KV head, for `length` tokens on a GPU of `sms` multiprocessors.
 
-    As many as the GPU holds at once, but none without a page. Inside a captured graph choose for the longest length:
-    splits that have no pages yet cost a block that ends at once.
+    As many as the GPU holds at once, but none with less than `least_pages`. Inside a captured graph choose for the
+    longest length: splits that have no pages yet cost a block that ends at once.
     """
-    pages = -(-length // PAGE_SIZE)
-    return max(1, min(pages, sms * blocks_per_sm // kv_heads, MAX_SPLITS))
+    most = -(-length // (PAGE_SIZE * least_pages))
+    return max(1, min(most, sms * blocks_per_sm // kv_heads, MAX_SPLITS))
 
 
 def rope_append(
@@ -299,15 +351,37 @@ def _split(step, q, pages, table, length, out, tail, kv_heads, block, splits) ->
     if splits is None:
         splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, sms(q.device), BLOCKS_PER_SM)
     _check_splits(splits)
-    (heads, head_dim), device = q.shape, q.device
+    key = q.dtype, q.shape[1]
+    name = f"paged_attention_{step}<{_LAYOUTS[key]}>"
+    return _launch_splits(_PAGED[key], name, block, q, (pages, table, length), out, tail, (kv_heads, splits))
+
+
+def _ring(bulk, q, pages, table, length, out, appended, splits, timestamps) -> Tensor:
+    head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
+    if splits is None:
+        room = len(table) * PAGE_SIZE
+        splits = choose_splits(room, kv_heads, sms(q.device), RING_BLOCKS_PER_SM, least_pages=CONSUMERS)
+    _check_splits(splits)
+    if timestamps is not None:
+        check_tensor("timestamps", timestamps, ("fills", CONSUMERS + 1, 3), _INT64, q.device)
+    if bulk and q.is_cuda and (have := torch.cuda.get_device_capability(q.device)) < (9, 0):
+        raise RuntimeError(f"bulk copies need sm_90, this GPU is sm_{have[0]}{have[1]}: use paged_attention_cp_async")
+    program = _RING[q.dtype, head_dim, group, bulk]
+    name = f"paged_attention_ring<{_LAYOUTS[q.dtype, head_dim]}, {group}, {str(bulk).lower()}>"
+    tail = (timestamps, head_dim**-0.5, appended, len(table), 0 if timestamps is None else len(timestamps))
+    shared = STAGES * CONSUMERS * PAGE_SIZE * head_dim * q.element_size()
+    cache, grid = (pages, table, length), (kv_heads, splits)
+    return _launch_splits(program, name, 32 * RING_WARPS, q, cache, out, tail, grid, shared_bytes=shared)
+
+
+def _launch_splits(program, name, block, q, cache, out, tail, grid, **how) -> Tensor:
+    """A kernel that leaves an answer for each split, and the one that adds them up."""
+    (heads, head_dim), device, splits = q.shape, q.device, grid[1]
     partial = torch.empty(splits, heads, head_dim, device=device)
     lse = torch.empty(splits, heads, device=device)
-    program, types = _PAGED[q.dtype, head_dim], _LAYOUTS[q.dtype, head_dim]
-    args = (q, pages, table, length, partial, lse, *tail)
-    name = f"paged_attention_{step}<{types}>"
-    program.launch(name, device, (kv_heads, splits), block, args, outputs=("partial", "lse"))
-    args = (partial, lse, out, splits)
-    program.launch(f"combine_splits<{types}>", device, heads, head_dim, args, outputs=("out",))
+    program.launch(name, device, grid, block, (q, *cache, partial, lse, *tail), outputs=("partial", "lse"), **how)
+    name, args = f"combine_splits<{_LAYOUTS[q.dtype, head_dim]}>", (partial, lse, out, splits)
+    _PAGED[q.dtype, head_dim].launch(name, device, heads, head_dim, args, outputs=("out",))
     return out
 
 

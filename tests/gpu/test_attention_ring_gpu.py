@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanoqwen import kernels
-from nanoqwen.kernels.attention_ring import CONSUMERS, PAGE_SIZE
+from nanoqwen.kernels.attention import CONSUMERS
+from nanoqwen.packing import PAGE_SIZE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytest.importorskip("cupy")
@@ -19,19 +20,19 @@ kernel_by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: k
 
 
 def problem(heads, kv_heads, head_dim, tokens, dtype=torch.float16):
-    """q, pool, page table and length, and the result in float64; NaN wherever the pool holds no token."""
+    """q, pages, table and length, and the result in float64; NaN wherever the pages hold no token."""
     make = torch.Generator("cuda").manual_seed(heads * 7919 + head_dim + tokens)
     max_pages = -(-tokens // PAGE_SIZE) + 2
     q = torch.randn(heads, head_dim, generator=make, device="cuda").to(dtype)
     kv = torch.randn(max_pages * PAGE_SIZE, 2, kv_heads, head_dim, generator=make, device="cuda").to(dtype)
     kv[tokens:] = math.nan
     table = torch.randperm(max_pages + 3, generator=make, device="cuda")[:max_pages]
-    pool = torch.full((1, max_pages + 3, kv_heads, 2, PAGE_SIZE, head_dim), math.nan, dtype=dtype, device="cuda")
-    pool[0, table] = kv.view(max_pages, PAGE_SIZE, 2, kv_heads, head_dim).permute(0, 3, 2, 1, 4)
+    pages = torch.full((max_pages + 3, kv_heads, 2, PAGE_SIZE, head_dim), math.nan, dtype=dtype, device="cuda")
+    pages[table] = kv.view(max_pages, PAGE_SIZE, 2, kv_heads, head_dim).permute(0, 3, 2, 1, 4)
     k, v = kv[:tokens].double().permute(1, 2, 0, 3)
     scores = torch.einsum("kgd,ktd->kgt", q.double().view(kv_heads, -1, head_dim), k) / math.sqrt(head_dim)
     reference = torch.einsum("kgt,ktd->kgd", scores.softmax(-1), v).reshape(heads, head_dim)
-    return (q, pool, table.int(), torch.tensor([tokens], dtype=torch.int32, device="cuda")), reference
+    return (q, pages, table.int(), torch.tensor([tokens], dtype=torch.int32, device="cuda")), reference
 
 
 def error(out, reference):
@@ -87,7 +88,7 @@ def test_the_simt_machine_gives_the_same_to_the_last_places(kernel):
 @kernel_by_name
 def test_a_captured_launch_sees_the_length_grow(kernel):
     arguments, _ = problem(28, 4, 128, 1000)
-    q, pool, table, length = arguments
+    q, pages, table, length = arguments
     out = torch.empty_like(q)
     kernel(*arguments, out=out)
     torch.cuda.synchronize()
@@ -99,7 +100,7 @@ def test_a_captured_launch_sees_the_length_grow(kernel):
         out.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert out.isfinite().all() and torch.equal(out, kernel(q, pool, table, length)), tokens
+        assert out.isfinite().all() and torch.equal(out, kernel(q, pages, table, length)), tokens
 
 
 @kernel_by_name
