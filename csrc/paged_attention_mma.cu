@@ -17,8 +17,11 @@
 //   O = V^T P     A: 16 dimensions x tokens. Rows may be named as one likes, so the lane takes the eight neighbours
 //                 8g ... 8g + 7 of each 64, of tokens 2t, 2t + 1, 2t + 8, 2t + 9; a byte permute pairs two tokens.
 //
-// Each step of a warp takes PAGES pages. The loads of the next keys leave as soon as S has been computed, those of the
-// next values as soon as O has: while the one is computed, the other is on its way, and no register waits for both.
+// A warp takes a page at a time: page 8 * split + warp, and from there every 8 * splits-th, whatever the length, so that
+// the numbers of its pages are asked for together with the length. The loads of the next keys leave as soon as S has
+// been computed, those of the next values as soon as O has.
+//
+// With `appended`, pages before the last are of earlier steps: they are on their way before this kernel's turn comes.
 
 #include "bits.cuh"
 #include "kv_page.cuh"
@@ -107,12 +110,12 @@ __device__ __forceinline__ void add_warps(Board<TILES>& board, const float (&o)[
 }
 
 // The answers of the splits become one, in the order of the splits: the same bits whoever arrives last.
-template <int TILES>
-__device__ __forceinline__ void add_splits(float* weights, const float4* partial, const float* lse, int splits,
+template <typename T, int TILES>
+__device__ __forceinline__ void add_splits(float* weights, const uint2* partial, const float* lse, int splits,
                                            float (&answer)[4]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
-    constexpr int AHEAD = 16;  // answers on their way: nothing else hides their latency now
-    float4 piece[AHEAD];
+    constexpr int AHEAD = 32;  // answers on their way: nothing else hides their latency now
+    uint2 piece[AHEAD];
     const auto ask = [&](int first) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
@@ -124,9 +127,11 @@ __device__ __forceinline__ void add_splits(float* weights, const float4* partial
     __syncthreads();
     if (warp >= TILES) return;
     float top[2] = {minus_infinity(), minus_infinity()}, whole[2] = {};
+#pragma unroll 8
     for (int other = 0; other < splits; ++other) {
-        top[0] = fmaxf(top[0], weights[other * HEADS + 2 * t]);
-        top[1] = fmaxf(top[1], weights[other * HEADS + 2 * t + 1]);
+        const float2 both = *reinterpret_cast<const float2*>(weights + other * HEADS + 2 * t);
+        top[0] = fmaxf(top[0], both.x);
+        top[1] = fmaxf(top[1], both.y);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) answer[i] = 0.0f;
@@ -135,168 +140,137 @@ __device__ __forceinline__ void add_splits(float* weights, const float4* partial
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             if (first + i >= splits) break;
-            const float w0 = exp2f(weights[(first + i) * HEADS + 2 * t] - top[0]);
-            const float w1 = exp2f(weights[(first + i) * HEADS + 2 * t + 1] - top[1]);
+            const float2 both = *reinterpret_cast<const float2*>(weights + (first + i) * HEADS + 2 * t);
+            const float w0 = exp2f(both.x - top[0]), w1 = exp2f(both.y - top[1]);
+            const float2 low = word_to_float2<T>(piece[i].x), high = word_to_float2<T>(piece[i].y);
             whole[0] += w0;
             whole[1] += w1;
-            answer[0] = fmaf(w0, piece[i].x, answer[0]);
-            answer[1] = fmaf(w1, piece[i].y, answer[1]);
-            answer[2] = fmaf(w0, piece[i].z, answer[2]);
-            answer[3] = fmaf(w1, piece[i].w, answer[3]);
+            answer[0] = fmaf(w0, low.x, answer[0]);
+            answer[1] = fmaf(w1, low.y, answer[1]);
+            answer[2] = fmaf(w0, high.x, answer[2]);
+            answer[3] = fmaf(w1, high.y, answer[3]);
         }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) answer[i] /= whole[i % 2];
 }
 
-template <typename T, int HEAD_DIM, int PAGES>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-    paged_attention_mma(const T* q, const T* pages, const int* table, const int* length, T* out, float4* partial,
-                        float* lse, unsigned* arrivals, float scale_log2, int appended, int group, int max_pages,
-                        int least_steps) {
+template <typename T, int HEAD_DIM>
+__global__ void __launch_bounds__(32 * WARPS, 2)
+    paged_attention_mma(const T* q, const T* pages, const int* table, const int* length, T* out, uint2* partial,
+                        float* lse, unsigned* arrivals, float scale_log2, int appended, int group, int max_pages) {
     constexpr int BLOCKS = HEAD_DIM / 32;  // of 32 dimensions, in K
     constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions, in V
     constexpr int TILES = HEAD_DIM / 16;   // of 16 dimensions, in O
     launch_dependents();
-    wait_for_predecessor();
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
-    const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y;
+    const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, stride = gridDim.x * WARPS;
+    const auto number_of = [&](int page) { return table[min(page, max_pages - 1)]; };
+    int page = split * WARPS + warp, number = number_of(page), next_number = number_of(page + stride);
     const int tokens = cached_tokens(length, appended, max_pages);
-    const int last_page = ceil_div(tokens, PAGE_SIZE) - 1;
-    // A split has a run of steps, not too short: each answer costs the last split a read. Splits past the length have
-    // none, and nobody waits for them.
-    const int steps = ceil_div(last_page + 1, PAGES), run = max(least_steps, ceil_div(steps, gridDim.x));
-    const int live_splits = max(1, ceil_div(steps, run));
+    const int page_count = ceil_div(tokens, PAGE_SIZE);
+    // Nobody waits for splits that have no page.
+    const int live_splits = max(1, min(static_cast<int>(gridDim.x), ceil_div(page_count, WARPS)));
     if (split >= live_splits) return;
-    const int end = min((split + 1) * run, steps);
-
-    uint4 query[BLOCKS];
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-        const T* from = q + (kv_head * group + min(g, group - 1)) * HEAD_DIM + 32 * b + 8 * t;
-        query[b] = g < group ? load_pack(from).bits : zero_pack<T>().bits;
-    }
 
     // What lies past the length is never read: the last token stands in for those after it, and weighs nothing there.
-    uint4 k[PAGES][BLOCKS][2], v[PAGES][HALVES][4];
-    int numbers[PAGES];  // of the pages that are asked for next
-    const auto page_of = [&](int step, int p) { return min(step * PAGES + p, last_page); };
-    const auto look_up = [&](int step) {
+    uint4 k[BLOCKS][2], v[HALVES][4];
+    const auto ask_keys = [&] {
+        const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + 8 * t;
+        const int last = tokens - 1 - page * PAGE_SIZE;
+        const int top = min(g, last) * HEAD_DIM, bottom = min(g + 8, last) * HEAD_DIM;
 #pragma unroll
-        for (int p = 0; p < PAGES; ++p) numbers[p] = table[page_of(step, p)];
-    };
-    const auto ask_keys = [&](int step) {
-#pragma unroll
-        for (int p = 0; p < PAGES; ++p) {
-            const T* page = kv_page<HEAD_DIM>(pages, numbers[p], kv_head, kv_heads) + 8 * t;
-            const int last = tokens - 1 - page_of(step, p) * PAGE_SIZE;
-            const int top = min(g, last) * HEAD_DIM, bottom = min(g + 8, last) * HEAD_DIM;
-#pragma unroll
-            for (int b = 0; b < BLOCKS; ++b) {
-                k[p][b][0] = stream_page(page + top + 32 * b);
-                k[p][b][1] = stream_page(page + bottom + 32 * b);
-            }
+        for (int b = 0; b < BLOCKS; ++b) {
+            k[b][0] = stream_page(from + top + 32 * b);
+            k[b][1] = stream_page(from + bottom + 32 * b);
         }
     };
-    const auto ask_values = [&](int step) {
+    const auto ask_values = [&] {
+        const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + PAGE_SIZE * HEAD_DIM + 8 * g;
+        const int last = tokens - 1 - page * PAGE_SIZE;
 #pragma unroll
-        for (int p = 0; p < PAGES; ++p) {
-            const T* page = kv_page<HEAD_DIM>(pages, numbers[p], kv_head, kv_heads) + PAGE_SIZE * HEAD_DIM + 8 * g;
-            const int last = tokens - 1 - page_of(step, p) * PAGE_SIZE;
+        for (int i = 0; i < 4; ++i) {
+            const int row = min(2 * t + i % 2 + i / 2 * 8, last) * HEAD_DIM;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = min(2 * t + i % 2 + i / 2 * 8, last) * HEAD_DIM;
-#pragma unroll
-                for (int h = 0; h < HALVES; ++h) v[p][h][i] = stream_page(page + row + 64 * h);
-            }
+            for (int h = 0; h < HALVES; ++h) v[h][i] = stream_page(from + row + 64 * h);
         }
     };
+    const bool early = appended > 0 && page < page_count - 1;
+    if (early) {
+        ask_keys();
+        ask_values();
+    }
+    wait_for_predecessor();
+    if (!early && page < page_count) {
+        ask_keys();
+        ask_values();
+    }
+    __shared__ uint4 query[BLOCKS][32];
+    if (warp < BLOCKS) {
+        const T* from = q + (kv_head * group + min(g, group - 1)) * HEAD_DIM + 32 * warp + 8 * t;
+        query[warp][lane] = g < group ? load_pack(from).bits : zero_pack<T>().bits;
+    }
+    __syncthreads();
 
     float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {};  // of heads 2t and 2t + 1; l of this lane's tokens
     float o[TILES][4] = {};
-    int step = split * run + warp;
-    if (step < end) {
-        look_up(step);
-        ask_keys(step);
-        ask_values(step);
-        look_up(step + WARPS);
-    }
-    for (; step < end; step += WARPS) {
-        float s[PAGES][4] = {};  // tokens g and g + 8 of the page; of each, heads 2t and 2t + 1
+    while (page < page_count) {
+        float s[4] = {};  // tokens g and g + 8 of the page; of each, heads 2t and 2t + 1
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {  // pages inside: a product need not wait for the one before it
-#pragma unroll
-            for (int p = 0; p < PAGES; ++p) {
-                const uint4 top = k[p][b][0], bottom = k[p][b][1];
-                const unsigned a[4] = {top.x, bottom.x, top.y, bottom.y}, x[2] = {query[b].x, query[b].y};
-                multiply(s[p], a, x, T());
-            }
-#pragma unroll
-            for (int p = 0; p < PAGES; ++p) {
-                const uint4 top = k[p][b][0], bottom = k[p][b][1];
-                const unsigned a[4] = {top.z, bottom.z, top.w, bottom.w}, x[2] = {query[b].z, query[b].w};
-                multiply(s[p], a, x, T());
-            }
+        for (int b = 0; b < BLOCKS; ++b) {
+            const uint4 top = k[b][0], bottom = k[b][1], x = query[b][lane];
+            const unsigned a0[4] = {top.x, bottom.x, top.y, bottom.y}, x0[2] = {x.x, x.y};
+            const unsigned a1[4] = {top.z, bottom.z, top.w, bottom.w}, x1[2] = {x.z, x.w};
+            multiply(s, a0, x0, T());
+            multiply(s, a1, x1, T());
         }
-        if (step + WARPS < end) ask_keys(step + WARPS);
+        const int token = page * PAGE_SIZE + g;
+        page += stride;
+        number = next_number;
+        if (page < page_count) ask_keys();
+        next_number = number_of(page + stride);
 
 #pragma unroll
-        for (int p = 0; p < PAGES; ++p) {
-            const int token = (step * PAGES + p) * PAGE_SIZE + g;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                s[p][i] = token + i / 2 * 8 < tokens ? s[p][i] * scale_log2 : minus_infinity();
-            }
-        }
+        for (int i = 0; i < 4; ++i) s[i] = token + i / 2 * 8 < tokens ? s[i] * scale_log2 : minus_infinity();
         float keep[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float new_m = m[h];
-#pragma unroll
-            for (int p = 0; p < PAGES; ++p) new_m = fmaxf(new_m, fmaxf(s[p][h], s[p][2 + h]));
+            float new_m = fmaxf(m[h], fmaxf(s[h], s[2 + h]));
 #pragma unroll
             for (int d = 4; d < 32; d *= 2) new_m = fmaxf(new_m, __shfl_xor_sync(0xffffffffu, new_m, d));
             keep[h] = exp2f(m[h] - new_m);
             m[h] = new_m;
-            l[h] *= keep[h];
-#pragma unroll
-            for (int p = 0; p < PAGES; ++p) {
-                s[p][h] = exp2f(s[p][h] - new_m);
-                s[p][2 + h] = exp2f(s[p][2 + h] - new_m);
-                l[h] += s[p][h] + s[p][2 + h];
-            }
+            s[h] = exp2f(s[h] - new_m);
+            s[2 + h] = exp2f(s[2 + h] - new_m);
+            l[h] = l[h] * keep[h] + (s[h] + s[2 + h]);
         }
 #pragma unroll
         for (int i = 0; i < 4 * TILES; ++i) o[i / 4][i % 4] *= keep[i % 2];
+        const unsigned b[2] = {transpose_8x8(word_from<T>(s[0], s[1])), transpose_8x8(word_from<T>(s[2], s[3]))};
 #pragma unroll
-        for (int p = 0; p < PAGES; ++p) {
-            const unsigned b[2] = {transpose_8x8(word_from<T>(s[p][0], s[p][1])),
-                                   transpose_8x8(word_from<T>(s[p][2], s[p][3]))};
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {  // dimensions 8g + 2j and 8g + 2j + 1 of 64, for all g
-                const uint4* four = v[p][tile / 4];
-                const int j = tile % 4;
-                const unsigned a[4] = {prmt(word_of(four[0], j), word_of(four[1], j), 0x5410u),
-                                       prmt(word_of(four[0], j), word_of(four[1], j), 0x7632u),
-                                       prmt(word_of(four[2], j), word_of(four[3], j), 0x5410u),
-                                       prmt(word_of(four[2], j), word_of(four[3], j), 0x7632u)};
-                multiply(o[tile], a, b, T());
-            }
+        for (int tile = 0; tile < TILES; ++tile) {  // dimensions 8g + 2j and 8g + 2j + 1 of 64, for all g
+            const uint4* four = v[tile / 4];
+            const int j = tile % 4;
+            const unsigned a[4] = {prmt(word_of(four[0], j), word_of(four[1], j), 0x5410u),
+                                   prmt(word_of(four[0], j), word_of(four[1], j), 0x7632u),
+                                   prmt(word_of(four[2], j), word_of(four[3], j), 0x5410u),
+                                   prmt(word_of(four[2], j), word_of(four[3], j), 0x7632u)};
+            multiply(o[tile], a, b, T());
         }
-        if (step + WARPS < end) ask_values(step + WARPS);
-        look_up(step + 2 * WARPS);
+        if (page < page_count) ask_values();
     }
 
     __shared__ Board<TILES> board;
     float answer[4];  // of tile `warp`: two dimensions, and of each, heads 2t and 2t + 1
     add_warps(board, o, m, l, answer);
     if (live_splits > 1) {
-        float4* answers = partial + static_cast<size_t>(kv_head * gridDim.x) * TILES * 32;
+        uint2* answers = partial + static_cast<size_t>(kv_head * gridDim.x) * TILES * 32;
         float* lses = lse + kv_head * gridDim.x * HEADS;
         if (warp < TILES) {
-            answers[(split * TILES + warp) * 32 + lane] = make_float4(answer[0], answer[1], answer[2], answer[3]);
+            answers[(split * TILES + warp) * 32 + lane] =
+                make_uint2(word_from<T>(answer[0], answer[1]), word_from<T>(answer[2], answer[3]));
         }
         if (threadIdx.x < 4) {
             lses[split * HEADS + 2 * t] = m[0] + log2f(l[0]);
@@ -309,7 +283,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
         }
         __syncthreads();
         if (!board.is_last) return;
-        add_splits<TILES>(reinterpret_cast<float*>(board.tiles), answers, lses, live_splits, answer);
+        add_splits<T, TILES>(reinterpret_cast<float*>(board.tiles), answers, lses, live_splits, answer);
     }
     if (warp >= TILES) return;
     const int dim = 64 * (warp / 4) + 8 * g + 2 * (warp % 4);

@@ -230,7 +230,7 @@ class Rotation:
             kv_heads, head_dim = self.k.shape[1], self.k.shape[3]
             sms = hardware.machine(self.device).units if self.device.type == "cuda" else 132
             splits = how.pop("splits", None) or kernels.choose_splits(len(self.table) * PAGE_SIZE, kv_heads, sms)
-            how["workspace"] = kernels.attention_workspace(kv_heads, head_dim, splits, self.device)
+            how["workspace"] = kernels.attention_workspace(kv_heads, head_dim, splits, self.q.dtype, self.device)
         return lambda i: function(self.q, self.pool[i], self.table, self.length, **how)
 
     def _calls(self, seconds: float, replay_s: float) -> int:

@@ -141,7 +141,6 @@ class Case:
         *given, out = tensors
         if self.is_attention:
             how = {} if self.kernel in ATTENTION_KERNELS[:3] else {"splits": ATTENTION_SPLITS}
-            how |= {"least_steps": 1} if self.kernel == "paged_attention_mma" else {}
             return getattr(kernels, self.kernel)(*given, out, **how)
         if self.kernel in AWQ_KERNELS:
             return getattr(kernels, f"awq_dequantize_{self.kernel.removeprefix('awq_')}")(*given, out)

@@ -10,7 +10,7 @@ import torch
 from nanoqwen import kernels, simt
 from nanoqwen.config import SHAPES
 from nanoqwen.kernels import attention
-from nanoqwen.kernels.attention import PAGES_PER_STEP, choose_splits
+from nanoqwen.kernels.attention import choose_splits
 from nanoqwen.kernels.launch import INCLUDE, Program
 from nanoqwen.paged_kv import PagedKV
 from nanoqwen.reference import rope_tables, rotate
@@ -120,21 +120,18 @@ def test_any_number_of_splits_gives_the_answer(kernel):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("least_steps", [1, 4, 30])
-def test_mma_is_right_whatever_a_step_and_a_split_take(head_dim, least_steps):
-    for length in (5, 49, 700):
+def test_mma_is_right_however_many_blocks_share_the_pages(head_dim):
+    for length in (5, 49, 700, 1023):
         problem = Problem(length, 7, 1, head_dim)
-        for count in PAGES_PER_STEP[head_dim]:
-            for splits in (1, 3, 20):
-                out = problem.run(
-                    kernels.paged_attention_mma, splits=splits, pages_per_step=count, least_steps=least_steps
-                )
-                assert problem.error(out) < TOLERANCE[torch.float16], (length, count, splits)
+        for splits in (1, 3, 20):
+            for pdl in (False, True):
+                out = problem.run(kernels.paged_attention_mma, splits=splits, pdl=pdl)
+                assert problem.error(out) < TOLERANCE[torch.float16], (length, splits, pdl)
 
 
 def test_more_splits_than_one_batch_of_answers_are_added_up():
-    problem = Problem(1500, 2, 1, 64)
-    out = problem.run(kernels.paged_attention_mma, splits=94, pages_per_step=1, least_steps=1)
+    problem = Problem(8 * 16 * 34, 2, 1, 64)
+    out = problem.run(kernels.paged_attention_mma, splits=94)
     assert problem.error(out) < TOLERANCE[torch.float16]
 
 
@@ -194,7 +191,7 @@ def test_a_nan_in_a_key_is_not_swallowed(kernel):
 
 def test_the_splits_of_a_workspace_stay_right_while_the_length_grows():
     problem = Problem(600)
-    workspace = kernels.attention_workspace(2, 64, 9, "cpu")
+    workspace = kernels.attention_workspace(2, 64, 9, torch.float16, "cpu")
     workspace.partial.fill_(math.nan)
     for length in (1, 16, 100, 257, 599, 600, 3):
         problem.length_tensor.fill_(length)
@@ -378,10 +375,17 @@ def test_the_contiguous_cache_is_checked_too():
     [
         ({"splits": 0}, ValueError, "splits is 0; it must be 1 to 512"),
         ({"splits": 513}, ValueError, "splits is 513"),
-        ({"pages_per_step": 3}, ValueError, "pages_per_step is 3; for head_dim 64 it must be one of 1, 2, 4"),
-        ({"least_steps": 0}, ValueError, "least_steps is 0"),
-        ({"workspace": kernels.attention_workspace(4, 64, 3, "cpu")}, ValueError, "workspace.partial has shape"),
-        ({"workspace": kernels.attention_workspace(2, 64, 3, "cpu"), "splits": 4}, ValueError, "workspace.partial"),
+        (
+            {"workspace": kernels.attention_workspace(4, 64, 3, torch.float16, "cpu")},
+            ValueError,
+            "workspace.partial has shape",
+        ),
+        (
+            {"workspace": kernels.attention_workspace(2, 64, 3, torch.float16, "cpu"), "splits": 4},
+            ValueError,
+            "workspace.partial",
+        ),
+        ({"workspace": kernels.attention_workspace(2, 64, 3, torch.bfloat16, "cpu")}, TypeError, "workspace.partial"),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(how, error, words):

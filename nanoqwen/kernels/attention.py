@@ -21,8 +21,6 @@ from nanoqwen.packing import PAGE_SIZE
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8  # query heads of a KV head: the columns of the tensor cores' tile
 MAX_SPLITS = 512
-PAGES_PER_STEP = {64: (2, 1, 4), 128: (2, 1)}  # of a warp of paged_attention_mma, by head_dim; the default first
-LEAST_STEPS = 4  # of a split of paged_attention_mma
 BLOCKS_PER_SM = 4  # of the first steps, whose blocks have less on the way
 RING_BLOCKS_PER_SM = 2
 CONSUMERS, RING_WARPS, STAGES = 6, 8, 3  # as in csrc/paged_attention_ring.cu
@@ -57,7 +55,7 @@ _RING = {  # one program for each number of query heads that share a KV head: ea
 _MMA = {
     key: Program(
         Path("paged_attention_mma.cu"),
-        {f"paged_attention_mma<{types}, {count}>": "ppppppppfiiii" for count in PAGES_PER_STEP[key[1]]},
+        {f"paged_attention_mma<{types}>": "ppppppppfiii"},
     )
     for key, types in _LAYOUTS.items()
 }
@@ -72,7 +70,7 @@ _ROPE = {
 class Workspace(NamedTuple):
     """What the splits of `paged_attention_mma` leave for the last of them. Launches that may overlap need one each."""
 
-    partial: Tensor  # (kv_heads, splits, 8 * head_dim) float32: the answers, in the order of the registers
+    partial: Tensor  # (kv_heads, splits, 8 * head_dim) of the dtype of q: the answers, in the order of the registers
     lse: Tensor  # (kv_heads, splits, 8) float32: their weights, as logarithms to base 2
     arrivals: Tensor  # (kv_heads) int32, zero before and after each launch
 
@@ -230,8 +228,6 @@ def paged_attention_mma(
     appended: int = 0,
     splits: int | None = None,
     workspace: Workspace | None = None,
-    pages_per_step: int | None = None,
-    least_steps: int = LEAST_STEPS,
     pdl: bool = False,
 ) -> Tensor:
     """As `paged_attention_split`, on tensor cores and in one launch (lesson 05, step 5).
@@ -241,31 +237,26 @@ def paged_attention_mma(
     Args:
         splits: blocks for each KV head; by default what `workspace` was made for, or `choose_splits` for a full table.
         workspace: of `attention_workspace`; a new one by default, which costs a launch that fills it with zeros.
-        pages_per_step: that a warp takes at a time, one of `PAGES_PER_STEP`.
-        least_steps: of its eight warps together that a split takes at least: a short context is left to fewer splits.
-        pdl: let the launch overlap the end of the kernel before it (programmatic dependent launch).
+        pdl: let the launch overlap the end of the kernel before it (programmatic dependent launch). That kernel must
+            not write length, table or, with `appended`, any page but the last.
     """
     head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
-    pages_per_step = PAGES_PER_STEP[head_dim][0] if pages_per_step is None else pages_per_step
-    if pages_per_step not in PAGES_PER_STEP[head_dim]:
-        counts = ", ".join(map(str, sorted(PAGES_PER_STEP[head_dim])))
-        raise ValueError(f"pages_per_step is {pages_per_step!r}; for head_dim {head_dim} it must be one of {counts}")
-    if not isinstance(least_steps, int) or not 1 <= least_steps <= 2**20:
-        raise ValueError(f"least_steps is {least_steps!r}; it must be 1 or more")
     if workspace is None:
         if splits is None:
             splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, sms(q.device))
-        workspace = attention_workspace(kv_heads, head_dim, splits, q.device)
+        workspace = attention_workspace(kv_heads, head_dim, splits, q.dtype, q.device)
     else:
-        splits = _check_workspace(workspace, kv_heads, head_dim, splits, q.device)
+        splits = _check_workspace(workspace, kv_heads, head_dim, splits, q)
     scale_log2 = head_dim**-0.5 * 1.4426950408889634  # log2 e: the kernel's exponentials are powers of two
-    args = (q, pages, table, length, out, *workspace, scale_log2, appended, group, len(table), least_steps)
-    name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}, {pages_per_step}>"
+    args = (q, pages, table, length, out, *workspace, scale_log2, appended, group, len(table))
+    name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}>"
     _MMA[q.dtype, head_dim].launch(name, q.device, (splits, kv_heads), 256, args, pdl=pdl, outputs=("out",))
     return out
 
 
-def attention_workspace(kv_heads: int, head_dim: int, splits: int, device: torch.device | str) -> Workspace:
+def attention_workspace(
+    kv_heads: int, head_dim: int, splits: int, dtype: torch.dtype, device: torch.device | str
+) -> Workspace:
     """A workspace for `paged_attention_mma` with `splits` blocks for each KV head.
 
     Raises:
@@ -273,7 +264,7 @@ def attention_workspace(kv_heads: int, head_dim: int, splits: int, device: torch
     """
     _check_splits(splits)
     return Workspace(
-        torch.empty(kv_heads, splits, MAX_GROUP * head_dim, device=device),
+        torch.empty(kv_heads, splits, MAX_GROUP * head_dim, dtype=dtype, device=device),
         torch.empty(kv_heads, splits, MAX_GROUP, device=device),
         torch.zeros(kv_heads, dtype=torch.int32, device=device),
     )
@@ -466,11 +457,13 @@ def _check_splits(splits: int) -> None:
         raise ValueError(f"splits is {splits!r}; it must be 1 to {MAX_SPLITS}")
 
 
-def _check_workspace(workspace: Workspace, kv_heads: int, head_dim: int, splits: int | None, device) -> int:
+def _check_workspace(workspace: Workspace, kv_heads: int, head_dim: int, splits: int | None, q: Tensor) -> int:
     partial, lse, arrivals = workspace
     splits = lse.shape[1] if splits is None else splits
     _check_splits(splits)
-    check_tensor("workspace.partial", partial, (kv_heads, splits, MAX_GROUP * head_dim), _FLOAT, device, ALIGNMENT)
-    check_tensor("workspace.lse", lse, (kv_heads, splits, MAX_GROUP), _FLOAT, device)
-    check_tensor("workspace.arrivals", arrivals, (kv_heads,), _INT32, device)
+    check_tensor(
+        "workspace.partial", partial, (kv_heads, splits, MAX_GROUP * head_dim), (q.dtype,), q.device, ALIGNMENT
+    )
+    check_tensor("workspace.lse", lse, (kv_heads, splits, MAX_GROUP), _FLOAT, q.device)
+    check_tensor("workspace.arrivals", arrivals, (kv_heads,), _INT32, q.device)
     return splits

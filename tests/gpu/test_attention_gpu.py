@@ -8,7 +8,6 @@ import torch
 
 from nanoqwen import kernels
 from nanoqwen.config import SHAPES
-from nanoqwen.kernels.attention import PAGES_PER_STEP
 from nanoqwen.paged_kv import PagedKV
 from nanoqwen.reference import rope_tables, rotate
 
@@ -97,13 +96,13 @@ def test_every_ratio_of_query_heads_is_right(kernel, heads, kv_heads, head_dim):
 
 
 @by_size
-def test_mma_is_right_whatever_a_step_and_a_split_take(heads, kv_heads, head_dim):
+def test_mma_is_right_however_many_blocks_share_the_pages(heads, kv_heads, head_dim):
     for length in (5, 700, 20000):
         problem = Problem(length, heads, kv_heads, head_dim, torch.float16)
-        for count in PAGES_PER_STEP[head_dim]:
-            for splits, least in ((1, 1), (3, 1), (33, 1), (33, 8), (66, 4), (512, 1)):
-                out = problem.run(kernels.paged_attention_mma, splits=splits, pages_per_step=count, least_steps=least)
-                assert error(out, problem.reference()) < TOLERANCE[torch.float16], (length, count, splits, least)
+        for splits in (1, 3, 33, 66, 512):
+            for pdl in (False, True):
+                out = problem.run(kernels.paged_attention_mma, splits=splits, pdl=pdl)
+                assert error(out, problem.reference()) < TOLERANCE[torch.float16], (length, splits, pdl)
 
 
 @by_name
@@ -119,7 +118,7 @@ def test_the_gpu_and_the_simt_machine_agree(kernel, heads, kv_heads, head_dim):
 @by_size
 def test_a_thousand_launches_give_the_same_bits(heads, kv_heads, head_dim):
     problem = Problem(5000, heads, kv_heads, head_dim)
-    workspace = kernels.attention_workspace(kv_heads, head_dim, 132 // kv_heads, "cuda")
+    workspace = kernels.attention_workspace(kv_heads, head_dim, 132 // kv_heads, torch.bfloat16, "cuda")
     first = problem.run(kernels.paged_attention_mma, workspace=workspace)
     assert error(first, problem.reference()) < TOLERANCE[torch.bfloat16]
     different = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -138,13 +137,12 @@ def test_a_captured_step_is_right_while_its_context_grows(name):
     cos, sin = rope_tables(config, torch.arange(600, device="cuda"), torch.float32)
     qkv = torch.zeros(heads + 2 * kv_heads, head_dim, device="cuda")
     q, out = torch.empty_like(problem.q), torch.full_like(problem.q, math.nan)
-    workspace = kernels.attention_workspace(kv_heads, head_dim, 132 // kv_heads, "cuda")
+    workspace = kernels.attention_workspace(kv_heads, head_dim, 132 // kv_heads, torch.bfloat16, "cuda")
 
     def step():
-        kernels.rope_append(qkv, cos, sin, problem.length_tensor, problem.table, problem.pages, q)
-        kernels.paged_attention_mma(
-            q, problem.pages, problem.table, problem.length_tensor, out, appended=1, workspace=workspace
-        )
+        kernels.rope_append(qkv, cos, sin, problem.length_tensor, problem.table, problem.pages, q, pdl=True)
+        cache = (problem.pages, problem.table, problem.length_tensor)
+        kernels.paged_attention_mma(q, *cache, out, appended=1, workspace=workspace, pdl=True)
         problem.length_tensor.add_(1)
 
     step()  # compiles; what it stored is written over
