@@ -51,6 +51,7 @@ STEPS: Contenders = {
     "ring": {"kernel": "paged_attention_ring"},
     "cp_async": {"kernel": "paged_attention_cp_async"},
     "mma": {"kernel": "paged_attention_mma"},
+    "pdl": {"kernel": "paged_attention_mma", "appended": 1, "pdl": True},
     "torch": {"kernel": "torch"},
 }
 SIZES = {"7B": (28, 4, 128), "0.5B": (14, 2, 64)}  # query heads, KV heads, head_dim
@@ -86,7 +87,8 @@ def record_attention(folder: Path = FOLDER) -> Record:
         "rounds, in each every kernel replays its graph once, in turn, and every other round in the opposite order; a "
         "sample is the time between CUDA events around a replay over its calls. versus_torch: torch's time over the "
         "kernel's, round by round. torch is scaled_dot_product_attention with enable_gqa on a contiguous cache; online "
-        "reads that cache too. Bytes: keys, values, q and the answer, once each. Every output is checked against "
+        "reads that cache too. pdl is mma with programmatic dependent launch: pages of earlier tokens are fetched while "
+        "the call before still runs, as in a decode step. Bytes: keys, values, q and the answer, once each. Every output is checked against "
         "float64 after the timing. Clocks left alone."
     )
     record = records.make("attention", results, protocol, SOURCES, device)
@@ -188,6 +190,7 @@ class Rotation:
         self.pool, (self.table, self.length) = cache.pool, cache.view(cache.new())
         self.table[:pages] = torch.randperm(pages, generator=make, device=device)
         self.length.fill_(context)
+        self.before = self.length - 1  # for calls that come after a token was stored: the last one
         self.k, self.v = (
             torch.empty(self.copies, kv_heads, context, head_dim, dtype=torch.bfloat16, device=device) for _ in "kv"
         )
@@ -231,7 +234,8 @@ class Rotation:
             sms = hardware.machine(self.device).units if self.device.type == "cuda" else 132
             splits = how.pop("splits", None) or kernels.choose_splits(len(self.table) * PAGE_SIZE, kv_heads, sms)
             how["workspace"] = kernels.attention_workspace(kv_heads, head_dim, splits, self.q.dtype, self.device)
-        return lambda i: function(self.q, self.pool[i], self.table, self.length, **how)
+        length = self.before if how.get("appended") else self.length
+        return lambda i: function(self.q, self.pool[i], self.table, length, **how)
 
     def _calls(self, seconds: float, replay_s: float) -> int:
         """Calls in one replay: whole rounds of the copies, or fewer of a slow kernel, which begins with the first:
