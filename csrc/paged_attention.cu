@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int pack = threadIdx.x + 256 * i, token = p * PAGE_SIZE + pack / LANES % PAGE_SIZE;
-            next[i] = token < tokens ? stream_page(page + 8 * pack) : make_uint4(0u, 0u, 0u, 0u);
+            next[i] = token < tokens ? load_pack(page + 8 * pack).bits : make_uint4(0u, 0u, 0u, 0u);
         }
     };
     if (first < last) ask(first);

@@ -177,14 +177,15 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
 
     // What lies past the length is never read: the last token stands in for those after it, and weighs nothing there.
     uint4 k[BLOCKS][2], v[HALVES][4];
+    // Through the L1 cache: a request for keys takes half of eight lines, and the next one the other half.
     const auto ask_keys = [&] {
         const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + 8 * t;
         const int last = tokens - 1 - page * PAGE_SIZE;
         const int top = min(g, last) * HEAD_DIM, bottom = min(g + 8, last) * HEAD_DIM;
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
-            k[b][0] = stream_page(from + top + 32 * b);
-            k[b][1] = stream_page(from + bottom + 32 * b);
+            k[b][0] = load_pack(from + top + 32 * b).bits;
+            k[b][1] = load_pack(from + bottom + 32 * b).bits;
         }
     };
     const auto ask_values = [&] {
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
         for (int i = 0; i < 4; ++i) {
             const int row = min(2 * t + i % 2 + i / 2 * 8, last) * HEAD_DIM;
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h) v[h][i] = stream_page(from + row + 64 * h);
+            for (int h = 0; h < HALVES; ++h) v[h][i] = load_pack(from + row + 64 * h).bits;
         }
     };
     const bool early = appended > 0 && page < page_count - 1;

@@ -22,22 +22,6 @@ __device__ __forceinline__ T* kv_page(T* pages, int page, int kv_head, int kv_he
     return pages + (static_cast<size_t>(page) * kv_heads + kv_head) * (2 * PAGE_SIZE * HEAD_DIM);
 }
 
-// 16 bytes that nobody reads twice, past the L1 cache. Not stream_pack's load, which promises that nobody writes the
-// page while the kernel runs: a kernel that starts before its predecessor has ended cannot.
-template <typename T>
-__device__ __forceinline__ uint4 stream_page(const T* p) {
-#ifdef NANOQWEN_SIMT
-    return *reinterpret_cast<const uint4*>(p);
-#else
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-#endif
-}
-
 // Two neighbours in a 32-bit word, as floats.
 template <typename T> __device__ __forceinline__ float2 word_to_float2(unsigned word);
 template <> __device__ __forceinline__ float2 word_to_float2<__half>(unsigned word) { return half2_to_float2(word); }
