@@ -11,21 +11,21 @@
 //
 // Must move:  the same bytes as csrc/int4_gemm.cu.
 // Launch:     a block for each multiprocessor, at most one for each 16 rows (SWIGLU 32), of RING_WARPS warps. Dynamic
-//             shared memory: the rings, `slots` tiles of partial sums, groups of x, x; nanoqwen/kernels/int4.py counts.
+//             shared memory: the rings, `slots` tiles of partial sums, groups of x, x; see nanoqwen/kernels/int4_ring.py.
 // Sums:       whole numbers within a group, exact; fp32 across groups.
 // Teaches:    bytes in flight without registers, and bytes that are already on their way when the kernel's turn comes.
 //
-// A block has neighbouring tiles of 16 rows, and takes them in chunks of 512 columns, 4 KB of words that lie together.
-// Chunk c of the block belongs to warp c % RING_WARPS, and each warp has a ring of its own that its lane 0 fills: nobody
-// waits for another warp but at the end.
+// A block has neighbouring tiles of 16 rows, in chunks of 512 columns: 4 KB of words that lie together. Chunk c of
+// the block belongs to warp c % RING_WARPS, and each warp has a ring of its own that its lane 0 fills: nobody waits for
+// another warp but at the end.
 //
 //     warp 0   | stage 0: chunk  0 | stage 1: chunk 16 |        chunk 32 comes into stage 0 when chunk 0 is used up
 //     warp 1   | stage 0: chunk  1 | stage 1: chunk 17 |
 //      ...
 //
-// Weights depend on no kernel before this one, so the rings are filled first and the wait comes after that. Then x becomes whole
-// numbers (csrc/include/split.cuh), and each word two fragments of bytes by four masks: a quarter of the instructions
-// of halves, and no offsets.
+// Weights depend on no kernel before this one, so the rings are filled first, and only then the kernel waits for its
+// turn. Then x becomes whole numbers (csrc/include/split.cuh). A word of weights becomes two words of signed bytes by
+// one shift and two masks, where halves need a shift and four, and bytes leave no offsets to take off.
 
 #include "int4_mma.cuh"
 #include "mbarrier.cuh"
@@ -69,11 +69,13 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int chunks = (cols + RING_CHUNK - 1) / RING_CHUNK;  // of a tile
     const long long units = (rows + 16 * UNIT - 1) / (16 * UNIT);
-    const int first_tile = units * blockIdx.x / gridDim.x * UNIT, end_tile = units * (blockIdx.x + 1) / gridDim.x * UNIT;
+    const int first_tile = units * blockIdx.x / gridDim.x * UNIT;
+    const int end_tile = units * (blockIdx.x + 1) / gridDim.x * UNIT;
 
     const int parts = min(chunks, RING_WARPS);  // of a tile's sum
     unsigned char* stages = ring + warp * RING_STAGES * STAGE_BYTES;
-    float* partial = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);  // [slots][parts][TOKENS][16]
+    // [slots][parts][TOKENS][16]
+    float* partial = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);
     SplitGroup* x_groups = reinterpret_cast<SplitGroup*>(partial + slots * parts * 16 * TOKENS);
     unsigned char* x_bytes = ring + RING_WARPS * RING_STAGES * STAGE_BYTES + slots * parts * 64 * TOKENS +
                              (tokens * (cols / GROUP) + 1) / 2 * 16;
@@ -89,7 +91,9 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         mbarrier_arrive_expect_bytes(landed, columns * 8 + (ZEROS ? 2 : 1) * scale_bytes);
         bulk_copy(to, words + place * 2, columns * 8, landed);
         bulk_copy(to + RING_CHUNK * 8, scales + place / GROUP * 16, scale_bytes, landed);
-        if constexpr (ZEROS) bulk_copy(to + RING_CHUNK * 8 + SCALE_BYTES, zeros + place / GROUP * 16, scale_bytes, landed);
+        if constexpr (ZEROS) {
+            bulk_copy(to + RING_CHUNK * 8 + SCALE_BYTES, zeros + place / GROUP * 16, scale_bytes, landed);
+        }
         for (next_chunk += RING_WARPS; next_chunk >= chunks; ++next_tile) next_chunk -= chunks;
     };
 
@@ -125,7 +129,8 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
 #pragma unroll
                 for (int i = 0; i < COUNT; ++i) {
                     const int octet = octet_of(i0 + i);
-                    pack[i] = octet < octets ? load_pack(static_cast<const __half*>(x) + octet * 8) : zero_pack<__half>();
+                    pack[i] = zero_pack<__half>();
+                    if (octet < octets) pack[i] = load_pack(static_cast<const __half*>(x) + octet * 8);
                 }
                 SplitOctet made[COUNT];
 #pragma unroll
@@ -151,7 +156,8 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
             const int octet = octet_of(i);
             float v[8] = {};
             if (octet < octets) {
-                const float4 a = static_cast<const float4*>(x)[octet * 2], b = static_cast<const float4*>(x)[octet * 2 + 1];
+                const float4 a = static_cast<const float4*>(x)[octet * 2];
+                const float4 b = static_cast<const float4*>(x)[octet * 2 + 1];
                 const uint2 w = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet));
                 const uint2 w4 = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet) + 64);
                 const float h[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
@@ -216,7 +222,9 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
                     const uint4 w = reinterpret_cast<const uint4*>(here + (k0 + k) * 8)[lane];
                     uint4 b[MMAS];
 #pragma unroll
-                    for (int m = 0; m < MMAS; ++m) b[m] = *reinterpret_cast<const uint4*>(x_lane[m] + (from + k0 + k) * 2);
+                    for (int m = 0; m < MMAS; ++m) {
+                        b[m] = *reinterpret_cast<const uint4*>(x_lane[m] + (from + k0 + k) * 2);
+                    }
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         if ((k + 32 * half) % GROUP == 0) {

@@ -5,8 +5,8 @@
 // A half has 11 bits, so whatever is at least 1/16 of its group's largest is kept exactly, and the rest to within
 // 1/32768 of it. The products with INT4 weights are then whole numbers too, and their sum over a group is exact.
 //
-// A piece of 64 columns is 128 bytes, in the order in which `mma` wants them: 64 high bytes, 64 low bytes. Of each, lane
-// t of four reads 16: octet t of the first 32 columns, octet t of the last 32. An octet is in the order of the
+// A piece of 64 columns is 128 bytes, in the order in which `mma` wants them: 64 high bytes, 64 low bytes. Of each,
+// lane t of four reads 16: octet t of the first 32 columns, octet t of the last 32. An octet is in the order of the
 // nibbles of a word, x0 x4 x1 x5 and x2 x6 x3 x7.
 #pragma once
 #include "bits.cuh"
@@ -27,7 +27,9 @@ struct SplitGroup {
 };
 
 // Where the high bytes of an octet lie; the low ones are 64 bytes further.
-__device__ __forceinline__ size_t octet_place(int octet) { return octet / 8 * 128 + octet % 4 * 16 + octet / 4 % 2 * 8; }
+__device__ __forceinline__ size_t octet_place(int octet) {
+    return octet / 8 * 128 + octet % 4 * 16 + octet / 4 % 2 * 8;
+}
 
 struct SplitOctet {
     uint2 high, low;
@@ -47,7 +49,7 @@ __device__ __forceinline__ SplitOctet split_octet(const float (&x)[8]) {
     // Its exponent, one more where 2^14 times its fraction would pass 32639, which is 256 * 127 + 127.
     const unsigned exponent = max((most + 0x00010000u) >> 23, 19u);
     const float inverse = __uint_as_float((268 - exponent) << 23);
-    const float scale = __uint_as_float(exponent == 255 ? 0x7fffffffu : (exponent - 18) << 23);  // NaN, or with the 1/16
+    const float scale = __uint_as_float(exponent == 255 ? 0x7fffffffu : (exponent - 18) << 23);  // NaN; or with 1/16
     unsigned v[8], up[8];  // the byte above: rounded, since the low byte is -128 ... 127
     int sum = 0;
 #pragma unroll
@@ -65,7 +67,8 @@ __device__ __forceinline__ SplitOctet split_octet(const float (&x)[8]) {
 }
 
 template <int GROUP>
-__device__ __forceinline__ void store_octet(const SplitOctet& split, int octet, unsigned char* bytes, SplitGroup* groups) {
+__device__ __forceinline__ void store_octet(const SplitOctet& split, int octet, unsigned char* bytes,
+                                            SplitGroup* groups) {
     unsigned char* to = bytes + octet_place(octet);
     *reinterpret_cast<uint2*>(to) = split.high;
     *reinterpret_cast<uint2*>(to + 64) = split.low;
