@@ -372,14 +372,26 @@ def gpu_kernel(tmp_path, monkeypatch):
 
 def test_the_driver_gets_shape_stream_and_arguments_as_it_expects_them(gpu_kernel):
     kernel, raw, seen = gpu_kernel
-    kernel.launch(5, 128, (OnGpu(2**47 + 16), None, -3, -(2**40), 0.75, 2**32 - 1), 0)
+    kernel.launch(5, 128, (OnGpu(2**47 + 16), None, -3, -(2**40), 0.75, 2**32 - 1), 0, False)
     assert seen() == [5, 1, 1, 128, 1, 1, 0, 2**41, 0, 0, 2**40 + 8, 2**47 + 16, 0, -3, -(2**40), 3, 0, 2**32 - 1]
-    kernel.launch((3, 2), [8, 4, 2], (OnGpu(1), OnGpu(2), 1, 2, 0.25, 0), 100_000)
+    kernel.launch((3, 2), [8, 4, 2], (OnGpu(1), OnGpu(2), 1, 2, 0.25, 0), 100_000, False)
     assert seen()[:8] == [3, 2, 1, 8, 4, 2, 100_000, 2**41] and seen()[11:15] == [1, 2, 1, 2]
     assert raw.max_dynamic_shared_size_bytes == 100_000
     for grid in range(1, 2 * launch._CONFIGS_KEPT):  # more shapes than are kept
-        kernel.launch(grid, 32, (OnGpu(1), OnGpu(2), 1, 2, 0.25, 0), 0)
+        kernel.launch(grid, 32, (OnGpu(1), OnGpu(2), 1, 2, 0.25, 0), 0, False)
         assert seen()[:4] == [grid, 1, 1, 32]
+
+
+def test_the_driver_is_asked_for_a_programmatic_dependent_launch_where_there_is_one(gpu_kernel):
+    kernel, raw, seen = gpu_kernel
+    arguments = (OnGpu(1), OnGpu(2), 1, 2, 0.25, 0)
+    for pdl in (True, False, True):  # one shape, kept apart
+        kernel.launch(5, 128, arguments, 0, pdl)
+        assert seen()[8:10] == ([ctypes.addressof(launch._PDL), 1] if pdl else [0, 0])
+    assert raw.preferred_shared_memory_carveout == 100
+    kernel.has_pdl = False
+    kernel.launch(6, 128, arguments, 0, True)
+    assert seen()[8:10] == [0, 0]
 
 
 def test_a_program_makes_a_gpu_s_kernel_once_and_again_when_a_source_has_changed(gpu_kernel, csrc, monkeypatch):
@@ -424,16 +436,16 @@ def test_a_wrong_launch_never_reaches_the_driver(gpu_kernel):
         "takes 6 arguments, got 7": (*right, 0),
     }.items():
         with pytest.raises((TypeError, ValueError), match=words):
-            kernel.launch(1, 32, args, 0)
+            kernel.launch(1, 32, args, 0, False)
     for shape in ((0, 32, 0), (1, 1025, 0), (1, 32, 232449)):
         with pytest.raises(ValueError):
-            kernel.launch(*shape[:2], right, shape[2])
+            kernel.launch(*shape[:2], right, shape[2], False)
     assert seen() == before
 
 
 def test_what_the_driver_refuses_is_said_in_its_words(gpu_kernel):
     with pytest.raises(RuntimeError, match=r"k: the driver refused the launch \(illegal address\)"):
-        gpu_kernel[0].launch((1, 7), 32, (None, None, 1, 2, 0.25, 0), 0)
+        gpu_kernel[0].launch((1, 7), 32, (None, None, 1, 2, 0.25, 0), 0, False)
 
 
 # The choice of a launch
