@@ -53,6 +53,7 @@ class Engine:
         group, method: how matrices that are not in INT4 yet are quantised; see `quantize.quantize`.
         mode: one of `graphs.MODES`; by default "in flight" on a GPU, and on a CPU "eager", the only one there.
         blocks: of a product; by default one for each multiprocessor.
+        pdl: let a launch of a step begin while the one before it still runs (programmatic dependent launch).
 
     Raises:
         ValueError: a model that the kernels do not take, an unknown mode.
@@ -71,11 +72,12 @@ class Engine:
         method: str = "mse",
         mode: str | None = None,
         blocks: int | None = None,
+        pdl: bool = True,
         progress: bool = False,
     ):
         self.config = config = model.config
         self.device = device = _device(device)
-        self.blocks, self.closed = blocks, False
+        self.blocks, self.pdl, self.closed = blocks, pdl, False
         self.use(mode or ("in flight" if device.type == "cuda" else "eager"))
         pages = _pages(config, max_tokens)
         if isinstance(model, Weights):
@@ -233,21 +235,21 @@ class Engine:
         # With pdl a launch may begin while the one before it still runs. Attention then asks for the length and for the
         # pages of earlier tokens before its turn, and the step before has written them. So the first kernel of a step
         # is a barrier: it lets its successor begin only when the step before has ended.
-        kernels.embed(self.weights.embedding, self.token, self.h, pdl=True)
+        kernels.embed(self.weights.embedding, self.token, self.h, pdl=self.pdl)
         look("embed", self.h)
         for i, layer in enumerate(self.weights.layers):
             self._layer(i, layer, look)
         self._head(choose or self._chooser(None), look)
 
     def _layer(self, i: int, layer: Layer, look: Look) -> None:
-        ring = {"blocks": self.blocks, "pdl": True}
+        ring = {"blocks": self.blocks, "pdl": self.pdl}
         normed = {"eps": self.config.rms_norm_eps, **ring}
         pages, length, table, qkv, q = self._pages[i], self.length, self.table, self.qkv, self.q
         _multiply(layer.qkv, self.h, qkv, norm=layer.norm, bias=layer.bias, **normed)
         look(f"layer {i} qkv_proj", qkv)
-        kernels.rope_append(qkv, self.cos, self.sin, length, table, pages, q, pdl=True)
+        kernels.rope_append(qkv, self.cos, self.sin, length, table, pages, q, pdl=self.pdl)
         look(f"layer {i} rope_append", q)
-        beside = {"appended": 1, "workspace": self.workspace, "pdl": True}
+        beside = {"appended": 1, "workspace": self.workspace, "pdl": self.pdl}
         kernels.paged_attention_mma(q, pages, table, length, self.attended, **beside)
         look(f"layer {i} attention", self.attended)
         _multiply(layer.o, self.attended.view(-1), self.h, residual=self.h, **ring)
@@ -259,7 +261,8 @@ class Engine:
 
     def _head(self, choose: Callable[[], None], look: Look) -> None:
         """From h to the next token. Length and history go on by one."""
-        kernels.lm_head(self.weights.head, self.h, self.weights.norm, self.config.rms_norm_eps, self.logits, pdl=True)
+        weights, eps = self.weights, self.config.rms_norm_eps
+        kernels.lm_head(weights.head, self.h, weights.norm, eps, self.logits, pdl=self.pdl)
         look("lm_head", self.logits)
         choose()
         look("choose", self.token)
@@ -369,7 +372,7 @@ class Engine:
 
     def _launcher(self, sampler: Sampler | None, sequence: int) -> Callable[[int, int], None]:
         """What launches steps; captured when it is first wanted, `sequence` being shown."""
-        key = self.mode, repr(sampler or Sampler())
+        key = self.mode, self.pdl, repr(sampler or Sampler())
         if key not in self._launchers:
             step = functools.partial(self.step, self._chooser(sampler))
             if self.mode.graph:  # compile the kernels; what the step does, it will do again
@@ -393,7 +396,7 @@ class Engine:
         def choose() -> None:
             if never is not None:
                 self.logits.index_fill_(0, never, float("-inf"))
-            kernels.sample(*state, **settings, pdl=True)
+            kernels.sample(*state, **settings, pdl=self.pdl)
 
         return choose
 

@@ -5,6 +5,7 @@ memory, at addresses that stay, so one graph serves every position.
 """
 
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +104,8 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
         except Exception as error:
             torch.cuda.set_stream(stream)  # torch leaves its own current where a capture has been broken
             first = _first(error)
-            with torch.cuda.graph(
-                torch.cuda.CUDAGraph()
-            ):  # nor is its random generator ready until a capture ends well
+            # No random numbers until a capture has ended well: an empty one, of which torch warns.
+            with warnings.catch_warnings(action="ignore"), torch.cuda.graph(torch.cuda.CUDAGraph()):
                 pass
             raise RuntimeError(f"the step cannot be captured: {first}") from error
     return graph
