@@ -7,8 +7,8 @@ Read it top to bottom: what is laid out, the prompt, the step, how steps are lau
 the same kernels run on the SIMT machine.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,9 +26,6 @@ from nanoqwen.packing import GROUP_SIZE, PAGE_SIZE
 from nanoqwen.paged_kv import PagedKV
 from nanoqwen.reference import Qwen2, rope_tables, rotate
 from nanoqwen.tokenizer import Tokenizer
-
-Look = Callable[[str, Tensor], None]
-"""Called after each launch of a step, with its name and what it wrote."""
 
 CHUNK = 1024
 """Tokens of a prompt that go through the layers at a time."""
@@ -96,7 +93,7 @@ class Engine:
             config.num_hidden_layers, pages, kv_heads, head_dim,
             sequences=sequences, max_pages=most, dtype=torch.float16, device=device,
         )  # fmt: skip
-        empty = functools.partial(torch.empty, device=device)
+        empty = partial(torch.empty, device=device)
         # The state of the sequence that is being decoded
         self.token = torch.zeros(1, dtype=torch.int32, device=device)
         self.length = torch.zeros(1, dtype=torch.int32, device=device)  # tokens of the steps that have ended
@@ -172,7 +169,7 @@ class Engine:
         """
         self._check_open()
         self._check_prompt(ids)
-        choose = self._chooser(sampler)
+        choose = self.chooser(sampler)
         if (room := self.kv.free_pages * PAGE_SIZE) < len(ids):
             raise PoolExhausted(f"the prompt has {len(ids)} tokens; the pool has free pages for {room}: {_MORE_PAGES}")
         sequence, self._shown = self.kv.new(), None
@@ -183,7 +180,8 @@ class Engine:
                 self.kv.advance(sequence, len(part))
             self.h.copy_(h[-1])
             self.length.fill_(len(ids) - 1)
-            self._head(choose, _ignore)
+            for _, launch, _ in list(self.launches(choose))[-2:]:  # lm_head, and the choice
+                launch()
             (self._last[sequence],) = self._history(len(ids) - 1, 1)
         except BaseException:
             self.kv.free(sequence)
@@ -221,51 +219,50 @@ class Engine:
 
     # The step
 
-    def step(self, choose: Callable | None = None, look: Look | None = None) -> None:
+    def step(self, choose: Callable[[], None] | None = None, look: Callable[[str, Tensor], None] | None = None) -> None:
         """One token through the model: `token` at position `length` becomes the next one, and `length` one more.
 
         All of it are launches that the host does not wait for. It allocates nothing, and no address depends on the
         token, so it can be captured. The sequence has a page for the position.
 
         Args:
-            choose: of `_chooser`; greedy by default.
-            look: called after each launch.
+            choose: of `chooser`; greedy by default.
+            look: called after each launch, with its name and what it wrote.
         """
-        look = look or _ignore
+        for name, launch, out in self.launches(choose or self.chooser()):
+            launch()
+            if look:
+                look(name, out)
+
+    def launches(self, choose: Callable[[], None]) -> Iterator[tuple[str, Callable[[], object], Tensor]]:
+        """The launches of a step in their order: name, what launches it, what it writes."""
+        weights, eps, pdl = self.weights, self.config.rms_norm_eps, {"pdl": self.pdl}
         # With pdl a launch may begin while the one before it still runs. Attention then asks for the length and for the
         # pages of earlier tokens before its turn, and the step before has written them. So the first kernel of a step
         # is a barrier: it lets its successor begin only when the step before has ended.
-        kernels.embed(self.weights.embedding, self.token, self.h, pdl=self.pdl)
-        look("embed", self.h)
-        for i, layer in enumerate(self.weights.layers):
-            self._layer(i, layer, look)
-        self._head(choose or self._chooser(None), look)
+        yield "embed", partial(kernels.embed, weights.embedding, self.token, self.h, **pdl), self.h
+        for i, layer in enumerate(weights.layers):
+            yield from ((f"layer {i} {name}", launch, out) for name, launch, out in self._layer(i, layer))
+        head = partial(kernels.lm_head, weights.head, self.h, weights.norm, eps, self.logits, **pdl)
+        yield "lm_head", head, self.logits
+        yield "choose", choose, self.token
 
-    def _layer(self, i: int, layer: Layer, look: Look) -> None:
-        ring = {"blocks": self.blocks, "pdl": self.pdl}
+    def _layer(self, i: int, layer: Layer) -> Iterator[tuple[str, Callable[[], object], Tensor]]:
+        pages, length, table, h, q, pdl = self._pages[i], self.length, self.table, self.h, self.q, {"pdl": self.pdl}
+        ring = {"blocks": self.blocks, **pdl}
         normed = {"eps": self.config.rms_norm_eps, **ring}
-        pages, length, table, qkv, q = self._pages[i], self.length, self.table, self.qkv, self.q
-        _multiply(layer.qkv, self.h, qkv, norm=layer.norm, bias=layer.bias, **normed)
-        look(f"layer {i} qkv_proj", qkv)
-        kernels.rope_append(qkv, self.cos, self.sin, length, table, pages, q, pdl=self.pdl)
-        look(f"layer {i} rope_append", q)
-        beside = {"appended": 1, "workspace": self.workspace, "pdl": self.pdl}
-        kernels.paged_attention_mma(q, pages, table, length, self.attended, **beside)
-        look(f"layer {i} attention", self.attended)
-        _multiply(layer.o, self.attended.view(-1), self.h, residual=self.h, **ring)
-        look(f"layer {i} o_proj", self.h)
-        _multiply(layer.gate_up, self.h, self.act, norm=layer.mlp_norm, swiglu=True, y_factor=1 / SHRINK, **normed)
-        look(f"layer {i} gate_up_proj", self.act)
-        _multiply(layer.down, self.act, self.h, residual=self.h, x_factor=SHRINK, **ring)
-        look(f"layer {i} down_proj", self.h)
 
-    def _head(self, choose: Callable[[], None], look: Look) -> None:
-        """From h to the next token. Length and history go on by one."""
-        weights, eps = self.weights, self.config.rms_norm_eps
-        kernels.lm_head(weights.head, self.h, weights.norm, eps, self.logits, pdl=self.pdl)
-        look("lm_head", self.logits)
-        choose()
-        look("choose", self.token)
+        qkv = partial(_multiply, layer.qkv, h, self.qkv, norm=layer.norm, bias=layer.bias, **normed)
+        yield "qkv_proj", qkv, self.qkv
+        rope = partial(kernels.rope_append, self.qkv, self.cos, self.sin, length, table, pages, q, **pdl)
+        yield "rope_append", rope, q
+        beside = {"appended": 1, "workspace": self.workspace, **pdl}
+        attention = partial(kernels.paged_attention_mma, q, pages, table, length, self.attended, **beside)
+        yield "attention", attention, self.attended
+        yield "o_proj", partial(_multiply, layer.o, self.attended.view(-1), h, residual=h, **ring), h
+        swiglu = {"norm": layer.mlp_norm, "swiglu": True, "y_factor": 1 / SHRINK, **normed}
+        yield "gate_up_proj", partial(_multiply, layer.gate_up, h, self.act, **swiglu), self.act
+        yield "down_proj", partial(_multiply, layer.down, self.act, h, residual=h, x_factor=SHRINK, **ring), h
 
     def check_step(self) -> None:
         """A step that looks at every launch's output, and takes its time.
@@ -374,14 +371,14 @@ class Engine:
         """What launches steps; captured when it is first wanted, `sequence` being shown."""
         key = self.mode, self.pdl, repr(sampler or Sampler())
         if key not in self._launchers:
-            step = functools.partial(self.step, self._chooser(sampler))
+            step = partial(self.step, self.chooser(sampler))
             if self.mode.graph:  # compile the kernels; what the step does, it will do again
                 step()
                 self._put(sequence)
             self._launchers[key] = launcher(self.mode, step, self._bring_table, self.device)
         return self._launchers[key]
 
-    def _chooser(self, sampler: Sampler | None) -> Callable[[], None]:
+    def chooser(self, sampler: Sampler | None = None) -> Callable[[], None]:
         """What launches the choice of the next token from the logits; its settings are frozen into a graph."""
         vocab = self.weights.num_tokens  # rows beyond are padding, and never chosen
         sampler = sampler or Sampler()
@@ -422,7 +419,7 @@ class Engine:
         """
         self._check_open()
         self._check_prompt(prompt)
-        self._chooser(sampler)
+        self.chooser(sampler)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
         if len(prompt) + max_new_tokens > (most := self.config.max_position_embeddings):
@@ -546,7 +543,3 @@ def _pages(config: ModelConfig, max_tokens: int | None) -> int:
     if tokens < 1:
         raise ValueError(f"max_tokens is {tokens}; it must be at least 1")
     return -(-tokens // PAGE_SIZE)
-
-
-def _ignore(name: str, out: Tensor) -> None:
-    pass
