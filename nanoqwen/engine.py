@@ -308,9 +308,7 @@ class Engine:
         made, at_once = [], count if self.mode.fed_back else 1
         while len(made) < count:
             position = self.kv.length(sequence)
-            self._reserve(sequence, position + at_once)
-            self._show(sequence)
-            self._launcher(sampler, sequence)(at_once, position)
+            self.show(sequence, at_once, sampler)(at_once, position)
             made += self._history(position, at_once)
             self.kv.advance(sequence, at_once)
             self._last[sequence] = made[-1]
@@ -348,8 +346,13 @@ class Engine:
         self._last.pop(sequence, None)
         self._shown = None
 
-    def _show(self, sequence: int) -> None:
-        """Bring a sequence's state to where the step finds it, as far as it is not there."""
+    def show(self, sequence: int, count: int, sampler: Sampler | None = None) -> Callable[[int, int], None]:
+        """Bring a sequence's state to where steps find it, with pages for `count` more tokens.
+
+        Returns:
+            What launches steps, as of `graphs.launcher`; captured when it is first wanted.
+        """
+        self._reserve(sequence, self.kv.length(sequence) + count)
         pages, other = self.kv.pages(sequence), self._shown is None or self._shown[0] != sequence
         if (sequence, len(pages)) != self._shown:
             self._host_table.fill_(-1)
@@ -360,15 +363,6 @@ class Engine:
             self._put(sequence)
         self._shown = sequence, len(pages)
 
-    def _put(self, sequence: int) -> None:
-        self.length.fill_(self.kv.length(sequence))
-        self.token.fill_(self._last[sequence])
-
-    def _bring_table(self) -> None:
-        self.table.copy_(self._host_table, non_blocking=True)
-
-    def _launcher(self, sampler: Sampler | None, sequence: int) -> Callable[[int, int], None]:
-        """What launches steps; captured when it is first wanted, `sequence` being shown."""
         key = self.mode, self.pdl, repr(sampler or Sampler())
         if key not in self._launchers:
             step = partial(self.step, self.chooser(sampler))
@@ -377,6 +371,13 @@ class Engine:
                 self._put(sequence)
             self._launchers[key] = launcher(self.mode, step, self._bring_table, self.device)
         return self._launchers[key]
+
+    def _put(self, sequence: int) -> None:
+        self.length.fill_(self.kv.length(sequence))
+        self.token.fill_(self._last[sequence])
+
+    def _bring_table(self) -> None:
+        self.table.copy_(self._host_table, non_blocking=True)
 
     def chooser(self, sampler: Sampler | None = None) -> Callable[[], None]:
         """What launches the choice of the next token from the logits; its settings are frozen into a graph."""
