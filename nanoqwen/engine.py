@@ -32,6 +32,9 @@ CHUNK = 1024
 SHRINK = 16.0
 """What the MLP's activation is divided by while it is stored in fp16, so that values up to a million fit."""
 
+LAUNCHERS = 16
+"""Captured graphs, one for each mode and sampler, that are kept."""
+
 
 class PoolExhausted(RuntimeError):
     """No page is left. What was generated until then counts."""
@@ -264,18 +267,25 @@ class Engine:
         yield "gate_up_proj", partial(_multiply, layer.gate_up, h, self.act, **swiglu), self.act
         yield "down_proj", partial(_multiply, layer.down, self.act, h, residual=h, x_factor=SHRINK, **ring), h
 
-    def check_step(self) -> None:
-        """A step that looks at every launch's output, and takes its time.
+    @torch.inference_mode()
+    def check_step(self, sequence: int) -> None:
+        """A sequence's next step with a look at what every launch writes; the sequence stays as it was.
 
         Raises:
             ValueError: something is not finite; the message names the layer and the launch.
+            PoolExhausted: there is no room for another token. RuntimeError: the engine is closed.
         """
+        self._check_open()
+        if not self.room(sequence):
+            raise PoolExhausted(f"sequence {sequence} has no room for another token: {_MORE_PAGES}")
 
         def finite(name: str, out: Tensor) -> None:
             if out.is_floating_point() and not out.isfinite().all():
                 kind = "NaN" if out.isnan().any() else "an infinity"
-                raise ValueError(f"{name} gave {kind} in {out.dtype}, at position {int(self.length)}")
+                raise ValueError(f"{name} gave {kind} in {out.dtype}, at position {self.kv.length(sequence)}")
 
+        self.show(sequence, 1)
+        self._shown = None
         self.step(look=finite)
 
     # How steps are launched
@@ -308,10 +318,12 @@ class Engine:
         made, at_once = [], count if self.mode.fed_back else 1
         while len(made) < count:
             position = self.kv.length(sequence)
-            self.show(sequence, at_once, sampler)(at_once, position)
+            launch = self.show(sequence, at_once, sampler)
+            shown, self._shown = self._shown, None  # in case that we are interrupted before the host has caught up
+            launch(at_once, position)
             made += self._history(position, at_once)
             self.kv.advance(sequence, at_once)
-            self._last[sequence] = made[-1]
+            self._last[sequence], self._shown = made[-1], shown
         return made
 
     def _reserve(self, sequence: int, tokens: int) -> None:
@@ -323,7 +335,6 @@ class Engine:
         """The tokens that follow those at `position` and after; waits for the device."""
         tokens = self.history[position : position + count].tolist()
         if min(tokens) < 0:
-            self._shown = None  # what the device has now counts for nothing
             at = position + next(i for i, token in enumerate(tokens) if token < 0)
             raise RuntimeError(
                 f"the logits at position {at} are NaN; check_step() names the launch that made the first"
@@ -349,15 +360,18 @@ class Engine:
     def show(self, sequence: int, count: int, sampler: Sampler | None = None) -> Callable[[int, int], None]:
         """Bring a sequence's state to where steps find it, with pages for `count` more tokens.
 
+        The host does not know of steps that the caller launches: afterwards the sequence can only be freed.
+
         Returns:
             What launches steps, as of `graphs.launcher`; captured when it is first wanted.
         """
-        self._reserve(sequence, self.kv.length(sequence) + count)
+        position = self.kv.length(sequence)
+        self._reserve(sequence, position + count)
         pages, other = self.kv.pages(sequence), self._shown is None or self._shown[0] != sequence
         if (sequence, len(pages)) != self._shown:
             self._host_table.fill_(-1)
             self._host_table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            if other or self.mode.graph != "pages":  # else the graph of a new page does so
+            if other or not (self.mode.graph == "pages" and count == 1):  # else the graph of a new page does so
                 self._bring_table()
         if other or not self.mode.fed_back:
             self._put(sequence)
@@ -367,8 +381,11 @@ class Engine:
         if key not in self._launchers:
             step = partial(self.step, self.chooser(sampler))
             if self.mode.graph:  # compile the kernels; what the step does, it will do again
+                self._bring_table()
                 step()
                 self._put(sequence)
+            if len(self._launchers) >= LAUNCHERS:
+                self._launchers.pop(next(iter(self._launchers)))
             self._launchers[key] = launcher(self.mode, step, self._bring_table, self.device)
         return self._launchers[key]
 

@@ -141,6 +141,30 @@ def test_many_steps_between_looks_give_the_same_tokens_and_cut_what_is_too_many(
     assert list(engine.generate(ids, 1)) == want[:1] and list(engine.generate(ids, 0)) == []
 
 
+def test_an_interrupted_decode_may_be_asked_again(engine, monkeypatch):
+    want = list(engine.generate(prompt(20), 9))
+    engine.mode = Mode(None, True, 16)
+    sequence, token = engine.prefill(prompt(20))
+    tokens = [token, *engine.decode(sequence, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_history", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.decode(sequence, 4)  # which the device has done, and the host does not know
+    assert tokens + engine.decode(sequence, 6) == want
+
+
+def test_a_check_leaves_the_sequence_as_it_was(engine):
+    want = list(engine.generate(prompt(16), 6))
+    sequence, token = engine.prefill(prompt(16))
+    engine.check_step(sequence)
+    assert [token, *engine.decode(sequence, 2)] == want[:3]
+    engine.check_step(sequence)
+    assert engine.decode(sequence, 3) == want[3:]
+    full, _ = engine.prefill(prompt(64))
+    with pytest.raises(PoolExhausted, match="sequence 1 has no room for another token"):
+        engine.check_step(full)
+
+
 def test_the_tiny_model_s_step_is_observed_clean_and_right():
     model, tokenizer = models.load("nanoqwen-tiny", torch.float32)
     simulation = quantize.quantize_model(model)
@@ -208,6 +232,7 @@ def test_n1_values_that_a_half_does_not_hold_pass_through():
     assert error(engine.logits, logits_after(simulation, ids)) < TOLERANCE
     engine.decode(sequence, 1)
     assert error(engine.logits, logits_after(simulation, [*ids, token])) < TOLERANCE
+    engine.show(sequence, 1)
     engine.step(look=lambda name, out: seen.update({name: out.abs().max().item()}))
     assert seen["layer 0 down_proj"] > 65504
     assert len(seen) == 6 * 2 + 3
@@ -216,10 +241,10 @@ def test_n1_values_that_a_half_does_not_hold_pass_through():
 def test_n1_a_finite_check_names_the_launch(engine):
     sequence, _ = engine.prefill(prompt(5))
     engine.decode(sequence, 1)
-    engine.check_step()
+    engine.check_step(sequence)
     engine.weights.layers[1].bias[7] = float("inf")
-    with pytest.raises(ValueError, match=r"layer 1 qkv_proj gave an infinity in torch.float32, at position 7"):
-        engine.check_step()
+    with pytest.raises(ValueError, match=r"layer 1 qkv_proj gave an infinity in torch.float32, at position 6"):
+        engine.check_step(sequence)
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=5.0, seed=4)])
