@@ -192,7 +192,8 @@ def sample(
     """As `greedy`, a seeded draw: temperature, then top-k, then top-p, as `nanoqwen.generation.Sampler`.
 
     The randomness is a function of seed, length and token (Philox), so a captured graph draws anew at each replay, and
-    a second run repeats the first. One launch, three more with top_k, four more with top_p.
+    a second run repeats the first. It keeps the settings with which it was captured. One launch, three more with top_k,
+    four more with top_p.
 
     Args:
         temperature: 0 (greedy), or 1e-6 up. top_k: 0 is off. top_p: above 0; 1 is off.
@@ -213,12 +214,14 @@ def sample(
     if temperature == 0:
         _choose("GREEDY", logits, vocab, written, workspace, pdl)
         return token
+    temperature = min(temperature, torch.finfo(torch.float32).max)
     by_k, by_p = 0 < top_k < vocab, top_p < 1
+    rules = temperature, min(top_k, vocab), top_p
     if by_k:
-        _find("false", logits, vocab, workspace, False, (temperature, top_k, top_p), pdl)
+        _find("false", logits, vocab, workspace, False, rules, pdl)
     if by_p:
         _choose("LARGEST", logits, vocab, written, workspace, pdl)
-        _find("true", logits, vocab, workspace, by_k, (temperature, top_k, top_p), pdl)
+        _find("true", logits, vocab, workspace, by_k, rules, pdl)
     _choose("DRAWN", logits, vocab, written, workspace, pdl, by_k or by_p, temperature, seed)
     return token
 
@@ -228,7 +231,8 @@ def _choose(choice, logits, vocab, written, workspace, pdl, floored=False, tempe
     history = written[2]
     tail = (vocab, 0 if history is None else len(history), floored, temperature, seed)
     args = (logits, best, arrivals, search, *written, *tail)
-    _CHOOSE.launch(f"choose_token<{choice}>", logits.device, _blocks(vocab, logits), THREADS, args, pdl=pdl)
+    name, outputs = f"choose_token<{choice}>", () if choice == "LARGEST" else ("token",)
+    _CHOOSE.launch(name, logits.device, _blocks(vocab, logits), THREADS, args, pdl=pdl, outputs=outputs)
 
 
 def _find(mass, logits, vocab, workspace, floored, rules, pdl) -> None:
