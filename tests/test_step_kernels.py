@@ -541,3 +541,12 @@ def test_a_draw_refuses_what_is_out_of_range(rules, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         kernels.sample(torch.zeros(9), 9, token, length, **rules)
     assert token.item() == -7 and length.item() == 3
+
+
+def test_a_vocabulary_whose_sums_would_not_fit_is_refused():
+    logits = torch.zeros(2**20)
+    with pytest.raises(ValueError, match="vocab is 1048576; it must be 1 to 1048575"):
+        kernels.sample(logits, 2**20, int32(0), int32(0), top_p=0.5)
+    step = Step()
+    assert step.run(kernels.sample, logits, 2**20 - 1, top_p=0.5) >= 0  # all of one probability: the largest sum
+    assert kept(step, logits).all()

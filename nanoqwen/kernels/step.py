@@ -14,7 +14,7 @@ from nanoqwen.kernels.launch import Program, sms
 HEAD_THREADS, HEAD_LOADS, HEAD_BLOCKS_PER_SM = 256, 7, 4  # as in csrc/lm_head.cu
 SHARED_BYTES = 226 * 1024  # of the 227 KB that a block of sm_90 may have; the kernel needs some of the last
 THREADS, DIGITS = 1024, 2048  # as in csrc/choose_token.cu
-MAX_BLOCKS, MAX_VOCAB = 1024, 2**20  # a block for each thread of the last one; sums of 2^20 probabilities fit 64 bits
+MAX_BLOCKS, MAX_VOCAB = 1024, 2**20 - 1  # a thread of the last block for each; sums of 2^44 stay below 2^64
 _SHIFTS = (21, 10, 0)  # of the digits of a key
 
 _C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -104,7 +104,8 @@ def lm_head(
     if rows >= 2**31:
         raise ValueError(f"w has {rows} rows; they must be below 2**31")
     check_tensor("h", h, (cols,), _FLOAT, device, ALIGNMENT)
-    check_tensor("norm", norm, (cols,), tuple({w.dtype, torch.float16}), device, ALIGNMENT)
+    norm_dtypes = _DTYPES[: _DTYPES.index(w.dtype) + 1]  # float16 always
+    check_tensor("norm", norm, (cols,), norm_dtypes, device, ALIGNMENT)
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps is {eps!r}; it must be 0 or more")
     lanes, shared = _head_plan(cols)
@@ -153,7 +154,7 @@ def greedy(
 
     Args:
         logits: (at least vocab) float32; what lies past vocab is not looked at.
-        vocab: tokens to choose from, at most 2²⁰: without the rows that pad the matrix.
+        vocab: tokens to choose from, fewer than 2²⁰: without the rows that pad the matrix.
         token: (1) int32, written.
         length: (1) int32: tokens that the cache held before this step, which is the position of the token that the step
             was fed. The launch adds one.
