@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(THREADS)
         total += of_warps[i];
     }
     u64 wanted = left;
-    if (first && MASS) wanted = static_cast<u64>(ceil(static_cast<double>(top_p) * total));
+    if (first && MASS) wanted = max(static_cast<u64>(ceil(static_cast<double>(top_p) * total)), u64(1));
     if (first && !MASS) wanted = min(static_cast<u64>(top_k), total);
     const u64 above = sum - both;
     if (above < wanted && wanted <= sum) {  // one thread

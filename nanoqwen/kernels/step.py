@@ -14,7 +14,7 @@ from nanoqwen.kernels.launch import Program, sms
 HEAD_THREADS, HEAD_LOADS, HEAD_BLOCKS_PER_SM = 256, 7, 4  # as in csrc/lm_head.cu
 SHARED_BYTES = 226 * 1024  # of the 227 KB that a block of sm_90 may have; the kernel needs some of the last
 THREADS, DIGITS = 1024, 2048  # as in csrc/choose_token.cu
-MAX_BLOCKS, MAX_VOCAB = 1024, 2**20  # a block for each thread of the last one; sums of 2^20 probabilities fit 64 bits
+MAX_BLOCKS, MAX_VOCAB = 1024, 2**20 - 1  # a thread of the last block for each; sums of 2^44 stay below 2^64
 _SHIFTS = (21, 10, 0)  # of the digits of a key
 
 _C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -104,7 +104,8 @@ def lm_head(
     if rows >= 2**31:
         raise ValueError(f"w has {rows} rows; they must be below 2**31")
     check_tensor("h", h, (cols,), _FLOAT, device, ALIGNMENT)
-    check_tensor("norm", norm, (cols,), tuple({w.dtype, torch.float16}), device, ALIGNMENT)
+    norm_dtypes = _DTYPES[: _DTYPES.index(w.dtype) + 1]  # float16 always
+    check_tensor("norm", norm, (cols,), norm_dtypes, device, ALIGNMENT)
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps is {eps!r}; it must be 0 or more")
     lanes, shared = _head_plan(cols)
@@ -153,7 +154,7 @@ def greedy(
 
     Args:
         logits: (at least vocab) float32; what lies past vocab is not looked at.
-        vocab: tokens to choose from, at most 2²⁰: without the rows that pad the matrix.
+        vocab: tokens to choose from, fewer than 2²⁰: without the rows that pad the matrix.
         token: (1) int32, written.
         length: (1) int32: tokens that the cache held before this step, which is the position of the token that the step
             was fed. The launch adds one.
@@ -192,7 +193,8 @@ def sample(
     """As `greedy`, a seeded draw: temperature, then top-k, then top-p, as `nanoqwen.generation.Sampler`.
 
     The randomness is a function of seed, length and token (Philox), so a captured graph draws anew at each replay, and
-    a second run repeats the first. One launch, three more with top_k, four more with top_p.
+    a second run repeats the first. It keeps the settings with which it was captured. One launch, three more with top_k,
+    four more with top_p.
 
     Args:
         temperature: 0 (greedy), or 1e-6 up. top_k: 0 is off. top_p: above 0; 1 is off.
@@ -213,12 +215,14 @@ def sample(
     if temperature == 0:
         _choose("GREEDY", logits, vocab, written, workspace, pdl)
         return token
+    temperature = min(temperature, torch.finfo(torch.float32).max)
     by_k, by_p = 0 < top_k < vocab, top_p < 1
+    rules = temperature, min(top_k, vocab), top_p
     if by_k:
-        _find("false", logits, vocab, workspace, False, (temperature, top_k, top_p), pdl)
+        _find("false", logits, vocab, workspace, False, rules, pdl)
     if by_p:
         _choose("LARGEST", logits, vocab, written, workspace, pdl)
-        _find("true", logits, vocab, workspace, by_k, (temperature, top_k, top_p), pdl)
+        _find("true", logits, vocab, workspace, by_k, rules, pdl)
     _choose("DRAWN", logits, vocab, written, workspace, pdl, by_k or by_p, temperature, seed)
     return token
 
@@ -228,7 +232,8 @@ def _choose(choice, logits, vocab, written, workspace, pdl, floored=False, tempe
     history = written[2]
     tail = (vocab, 0 if history is None else len(history), floored, temperature, seed)
     args = (logits, best, arrivals, search, *written, *tail)
-    _CHOOSE.launch(f"choose_token<{choice}>", logits.device, _blocks(vocab, logits), THREADS, args, pdl=pdl)
+    name, outputs = f"choose_token<{choice}>", () if choice == "LARGEST" else ("token",)
+    _CHOOSE.launch(name, logits.device, _blocks(vocab, logits), THREADS, args, pdl=pdl, outputs=outputs)
 
 
 def _find(mass, logits, vocab, workspace, floored, rules, pdl) -> None:
