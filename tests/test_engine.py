@@ -180,6 +180,19 @@ def test_the_tiny_model_s_step_is_observed_clean_and_right():
     assert int(engine.token) == want[1]
 
 
+def test_the_real_model_s_first_steps_are_right(real_model_path):
+    model, tokenizer = models.load(str(real_model_path), torch.float32)
+    twin = quantize.quantize_model(model, method="rtn")
+    ids = tokenizer.encode("def quicksort(a):")
+    engine = Engine(twin, "cpu", max_tokens=16)
+    sequence, token = engine.prefill(ids)
+    for _ in range(2):
+        assert error(engine.logits, logits_after(twin, ids)) < TOLERANCE
+        assert token == logits_after(twin, ids).argmax()
+        ids.append(token)
+        (token,) = engine.decode(sequence, 1)
+
+
 # --- Forms of the model -----------------------------------------------------------------------------------------------
 
 
