@@ -119,7 +119,7 @@ class NothingNew(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().removeprefix("aten::")
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in _WAITS:
             raise RuntimeError(f"{name} waits for the device: int(tensor), .item() or .tolist(){_caller()}")
         old = {_memory(part) for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)}
         made = func(*args, **(kwargs or {}))
@@ -129,6 +129,9 @@ class NothingNew(TorchDispatchMode):
                     f"{name} allocates a tensor of shape {tuple(part.shape)}{_caller()}: lay it out before the capture"
                 )
         return made
+
+
+_WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)  # the latter in inference mode
 
 
 def _memory(tensor: torch.Tensor) -> int:

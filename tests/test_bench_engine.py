@@ -1,5 +1,6 @@
 """The record `engine`: what it holds, what it refuses. On a CPU its times mean nothing, and are not looked at."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ def test_a_measurement_has_every_rung_region_and_the_bytes_of_the_depth(engine):
     assert launches == {"embed": 1, "lm_head": 1, "choose": 1} | dict.fromkeys(
         ("qkv_proj", "rope_append", "attention", "o_proj", "gate_up_proj", "down_proj"), 2
     )
+    json.dumps(results, allow_nan=False)
     table = engine_table("small", results)
     assert "random weights" in table and "eager, pdl" in table and "gate_up_proj" in table
     assert engine.kv.free_pages == 6

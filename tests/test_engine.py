@@ -411,9 +411,10 @@ def test_modes_are_named_and_graphs_are_the_gpus(engine):
         engine.decode(engine.prefill([1])[0], 0)
 
 
-def test_what_may_not_stand_in_a_capture_is_named():
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_may_not_stand_in_a_capture_is_named(inference):
     a = torch.ones(4)
-    with NothingNew():
+    with torch.inference_mode(inference), NothingNew():
         a.add_(1)
         a.view(2, 2)[0].fill_(3)
         torch.add(a, a, out=a)
@@ -424,3 +425,17 @@ def test_what_may_not_stand_in_a_capture_is_named():
         with pytest.raises(RuntimeError, match=r"waits for the device: .* \(test_engine.py, line \d+: int\(a\[0\]\)"):
             int(a[0])
     assert int(a[0]) == 6
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=1.0, top_k=5, top_p=0.5, suppress=(1, 2))])
+def test_a_step_allocates_nothing(engine, sampler, monkeypatch):
+    sequence, _ = engine.prefill(prompt(5))
+    choose = engine.chooser(sampler)
+    engine.show(sequence, 1)
+    # Only on a CPU do the kernels' functions look at what the length is.
+    on_cpu = torch.Tensor.is_cpu
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda t: t is not engine.length and on_cpu.__get__(t)))
+    with torch.inference_mode(), NothingNew():
+        engine.step(choose)
+    monkeypatch.undo()
+    assert int(engine.length) == 6
