@@ -11,6 +11,7 @@ import torch
 from nanoqwen import hardware, models, records
 from nanoqwen.bench_attention import record_attention
 from nanoqwen.bench_awq import record_awq
+from nanoqwen.bench_engine import record_engine
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.bench_int4 import record_crossover, record_int4
 from nanoqwen.bench_quality import bench_quality, record_pack, record_quality
@@ -338,6 +339,7 @@ RECORDS: dict[str, Callable[[], object]] = {
     "counters": record_counters,
     "int4": record_int4,
     "crossover": record_crossover,
+    "engine": record_engine,
     "awq": record_awq,
     "quality": record_quality,
     "pack": record_pack,

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`| head`): nothing to say, and nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         print(f"nanoqwen {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -71,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off (default)")
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, or float32 on a CPU without it")
+    generate.add_argument(
+        "--engine", choices=("torch", "kernels"), default="torch", help="kernels: in INT4, by our own kernels (sm_90)"
+    )
+    generate.add_argument(
+        "--dtype", choices=DTYPES, help="of --engine torch; default: bfloat16, or float32 on a CPU without it"
+    )
     generate.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU where there is one)")
     generate.set_defaults(run=_generate)
 
@@ -160,19 +165,23 @@ def _read_prompt(prompt: str) -> str:
 def _generate(args: argparse.Namespace) -> int:
     if args.suffix is not None and not args.fim:
         raise ValueError("--suffix goes with --fim")
+    if args.dtype and args.engine == "kernels":
+        raise ValueError("--dtype goes with --engine torch; our kernels take INT4 and 16 bits")
     prompt = _read_prompt(args.prompt)
     suffix = None if args.suffix is None else os.fsencode(args.suffix).decode("utf-8")
     parts = split_fill(prompt, suffix) if args.fim else None
     import torch
 
-    from nanoqwen import generation, models
+    from nanoqwen import engine, generation, models
 
     settings = (args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
     generation.Sampler(*settings)  # refuses a bad setting before the model is loaded
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise ValueError(f"--device {device}: there is no such device here; use cpu")
-    model, tokenizer = models.load(args.model, getattr(torch, args.dtype or default_dtype(device)), device)
+    ours = args.engine == "kernels"
+    dtype = "bfloat16" if ours else args.dtype or default_dtype(device)
+    model, tokenizer = models.load(args.model, getattr(torch, dtype), "cpu" if ours else device)
     stop = set(model.config.eos_token_id) | set(tokenizer.eos_ids)
     if parts:
         ids = tokenizer.fim(*parts)
@@ -185,7 +194,12 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         ids = tokenizer.encode(prompt)
     sampler = generation.Sampler(*settings, suppress=() if parts else tokenizer.prompt_only)
-    tokens = generation.generate(model, ids, args.max_new_tokens, sampler, sorted(stop))
+    if ours:
+        room = min(len(ids) + max(0, args.max_new_tokens), model.config.max_position_embeddings)
+        model = engine.Engine(model, device, max_tokens=max(1, room))
+        tokens = model.generate(ids, args.max_new_tokens, sampler, sorted(stop))
+    else:
+        tokens = generation.generate(model, ids, args.max_new_tokens, sampler, sorted(stop))
     if not (args.chat or args.fim):
         print(prompt, end="", flush=True)
     times, status = _stream(tokens, tokenizer, stop)
@@ -212,6 +226,7 @@ def _stream(tokens, tokenizer, stop: set[int]) -> tuple[list[float], int]:
 
 def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
     """TTFT, TPOT and MBU, in words. The first token waits for the whole prompt; each later one is a decode step."""
+    from nanoqwen.engine import Engine
     from nanoqwen.hardware import read_ceiling
     from nanoqwen.ledger import CeilingError, ledger, mbu
     from nanoqwen.quantize import bytes_saved
@@ -219,16 +234,22 @@ def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
 
     if not times:
         return "no token was generated"
-    weight = model.model.embed_tokens.weight
     words = f"TTFT {1e3 * times[0]:.1f} ms for {prompt_tokens} prompt tokens"
     if len(times) < 2:
         return words
     tpot = percentiles(times[1:]).p50
     depth = prompt_tokens + len(times) // 2
-    nbytes = ledger(model.config, weight.dtype, depth).total - bytes_saved(model, weight.dtype)
+    if isinstance(model, Engine):
+        nbytes, device = model.ledger(depth).total, model.device
+    else:
+        weight = model.model.embed_tokens.weight
+        nbytes, device = (
+            ledger(model.config, weight.dtype, depth).total - bytes_saved(model, weight.dtype),
+            weight.device,
+        )
     words += f" · TPOT {1e3 * tpot:.2f} ms (median of {len(times) - 1}), {1 / tpot:.1f} tokens/s"
     words += f" · {nbytes / 1e6:,.0f} MB a token at {nbytes / tpot / 1e9:.1f} GB/s"
-    ceiling = read_ceiling(weight.device).rate
+    ceiling = read_ceiling(device).rate
     try:
         return words + f" · MBU {100 * mbu(nbytes, tpot, ceiling):.0f} % of the {ceiling / 1e9:.1f} GB/s read probe"
     except CeilingError:

@@ -79,6 +79,7 @@ class PagedKV:
         self._users = [0] * pages  # sequences that hold the page
         self._free = list(range(pages - 1, -1, -1))
         self._sequences: dict[int, _Sequence] = {}
+        self._placed: tuple[tuple, tuple[Tensor, ...]] = (), ()  # what `_places` made last
 
     @property
     def free_pages(self) -> int:
@@ -267,9 +268,12 @@ class PagedKV:
 
     def _places(self, mine: _Sequence, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Page and slot of each token from `start` to `end`."""
-        tokens = torch.arange(start, end, device=self.pool.device)
-        pages = torch.tensor(mine.pages, dtype=torch.long, device=self.pool.device)
-        return pages[tokens // self.page_size], tokens % self.page_size
+        key = start, end, *mine.pages
+        if self._placed[0] != key:  # all layers ask for the same, and a copy to the device makes the host wait
+            tokens = torch.arange(start, end, device=self.pool.device)
+            pages = torch.tensor(mine.pages, dtype=torch.long, device=self.pool.device)
+            self._placed = key, (pages[tokens // self.page_size], tokens % self.page_size)
+        return self._placed[1]
 
 
 def stored_in_8_bits(x: Tensor, form: str = "int8") -> Tensor:

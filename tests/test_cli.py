@@ -151,6 +151,26 @@ def test_bytes_of_a_quantised_model_are_those_of_its_words_and_scales(toy, tmp_p
     assert quantize.bytes_saved(packed, torch.float32) - saved == layer.scales.nbytes
 
 
+def test_our_kernels_complete_the_prompt_as_the_quantised_model_does(capsys):
+    words = ["generate", "def main(", "--model", "nanoqwen-tiny", "--device", "cpu", "--max-new-tokens", "4"]
+    assert cli.main([*words, "--engine", "kernels"]) == 0
+    model, tokens = models.load("nanoqwen-tiny", torch.float32)
+    ids = tokens.encode("def main(")
+    sampler = generation.Sampler(suppress=tokens.prompt_only)
+    want = list(generation.generate(quantize.quantize_model(model), ids, 4, sampler, tokens.eos_ids))
+    said = capsys.readouterr()
+    assert said.out == f"def main({tokens.decode(want, skip_special=True)}\n"
+    assert re.search(r"TTFT .* · TPOT .* MB a token at .* MBU \d+ % of", said.err)
+    assert cli.main([*words, "--engine", "kernels", "--dtype", "float16"]) == 2
+    assert "--dtype goes with --engine torch" in capsys.readouterr().err
+
+
+def test_a_model_that_our_kernels_do_not_take_is_one_line(toy, capsys):
+    assert cli.main(["generate", "x", "--model", str(toy), "--device", "cpu", "--engine", "kernels"]) == 2
+    err = capsys.readouterr().err
+    assert "group 128" in err and err.count("\n") == 1
+
+
 def test_a_damaged_packed_file_is_one_line(toy, tmp_path, capsys):
     file = tmp_path / "toy.nanoqwen"
     file.write_bytes(b"NANOQWEN" + bytes(100))

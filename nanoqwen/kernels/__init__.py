@@ -26,6 +26,7 @@ from nanoqwen.kernels.int4 import (
     quantize_x,
 )
 from nanoqwen.kernels.int4_ring import int4_gemm_ring
+from nanoqwen.kernels.step import embed, greedy, lm_head, sample, token_workspace
 
 __all__ = [
     "attention_online",
@@ -35,12 +36,14 @@ __all__ = [
     "awq_dequantize_v2",
     "awq_dequantize_v3",
     "choose_splits",
+    "embed",
     "gemv",
     "gemv_coalesced",
     "gemv_naive",
     "gemv_rows",
     "gemv_unrolled",
     "gemv_vectorized",
+    "greedy",
     "half_x",
     "int4_dequantize",
     "int4_gemm_mma",
@@ -50,6 +53,7 @@ __all__ = [
     "int4_gemv_naive",
     "int4_gemv_prmt",
     "int4_gemv_warp",
+    "lm_head",
     "paged_attention",
     "paged_attention_cp_async",
     "paged_attention_mma",
@@ -58,5 +62,7 @@ __all__ = [
     "paged_attention_split",
     "quantize_x",
     "rope_append",
+    "sample",
+    "token_workspace",
     "widen_y",
 ]

@@ -1,0 +1,265 @@
+"""The record `engine`: the decode step made of our kernels, launch mode by launch mode, and where its time goes."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoqwen import hardware, records
+from nanoqwen.bench_gemv import captured, without_garbage
+from nanoqwen.config import SHAPES
+from nanoqwen.engine import Engine
+from nanoqwen.graphs import CHAIN
+from nanoqwen.hardware import Probe
+from nanoqwen.ledger import mbu
+from nanoqwen.measure import NOISE
+from nanoqwen.paths import RECORDS as FOLDER
+from nanoqwen.records import Record
+from nanoqwen.timing import percentiles, synchronize, time_calls
+
+SOURCES = (
+    *records.with_headers(
+        "embed.cu", "int4_ring.cu", "rope_append.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"
+    ),
+    "csrc/read_probe.cu",
+    *(f"nanoqwen/kernels/{name}.py" for name in ("launch", "arguments", "int4", "int4_ring", "attention", "step")),
+    *(f"nanoqwen/{name}.py" for name in ("engine", "engine_weights", "graphs", "paged_kv", "ledger")),
+    "nanoqwen/bench_engine.py",
+    "nanoqwen/timing.py",
+)
+SIZES = {
+    "7B": (SHAPES["qwen2.5-coder-7b"], (128, 1024, 4096)),
+    "1.5B": (SHAPES["qwen2.5-coder-1.5b"], (128,)),
+    "0.5B": (SHAPES["qwen2.5-coder-0.5b"], (128,)),
+}
+RUNGS = {
+    "eager": ("eager", False),
+    "two graphs": ("two graphs", False),
+    "one graph": ("one graph", False),
+    "fed back": ("fed back", False),
+    "in flight": ("in flight", False),
+    "pdl": ("in flight", True),
+    "chain": ("chain", True),
+}
+"""What each adds to the one before: the mode of `graphs.MODES`, and whether launches overlap."""
+STEPS, ROUNDS, WARM = 192, 3, CHAIN  # timed steps of a run; runs of each rung, in turn; steps before them
+REGION_ROUNDS, REGION_TIMES = 30, {"layers": 12, "once": 48}  # replays of a region, and how often its graph holds it
+PROMPT, PROMPTS = 512, 10  # for the time to the first token
+TOLERANCE = 2e-2  # of the logits after the timed steps, beside a prompt of the same tokens through PyTorch's products
+
+
+def record_engine(folder: Path = FOLDER) -> Record:
+    """Measure and save the record `engine`: tokens a second of each shape and rung, and the regions of a step.
+
+    Raises:
+        RuntimeError: no CUDA GPU, or rungs that differ in their tokens. CeilingError: a figure above the ceiling.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("the record 'engine' needs a CUDA GPU: the SIMT machine has no clock")
+    device = hardware.default_device()
+    results: dict = {"sizes": {}}
+    probe = hardware.read_ceiling(device)
+    print(probe, flush=True)
+    with without_garbage():
+        for name, (config, depths) in SIZES.items():
+            torch.cuda.reset_peak_memory_stats(device)
+            with Engine.random(config, device, max_tokens=max(*depths, PROMPT) + 2 * STEPS) as engine:
+                results["sizes"][name] = measure(engine, depths, probe)
+            results["sizes"][name]["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+            print(engine_table(name, results["sizes"][name]), flush=True)
+    results["ceilings"] = {"read_probe": probe.to_dict()}
+    protocol = (
+        "Random INT4 weights of each shape in groups of 128, fp16 scales, bf16 embedding and lm_head, fp16 KV pages; "
+        "batch 1, greedy, sampling included, one process. A run: a random prompt, "
+        f"{WARM} steps thrown away, {STEPS} timed ones around the depth. {ROUNDS} runs of each rung, rungs in turn. A "
+        "sample is the host's time from one look at the tokens to the next, over the tokens between: one in eager, two "
+        f"graphs, one graph and fed back, {CHAIN} in the others. All rungs must make the same tokens, and the last "
+        "logits must be those of a prompt of the same tokens through PyTorch's products. on_device: CUDA events after "
+        "consecutive replays of one graph a step, with pdl. regions: the launches of one kind, of all layers, alone in "
+        f"a graph, with pdl, {REGION_TIMES['layers']} times over ({REGION_TIMES['once']} what a step has once); what "
+        "fits the L2 then comes from there, such as the keys and values of a low depth. gap: on_device's median less "
+        "the regions'. ttft: from the call to the first token on the host, a prompt of "
+        f"{PROMPT} tokens through dequantised matrices. Bytes: the ledger's. Clocks left alone."
+    )
+    record = records.make("engine", results, protocol, SOURCES, device)
+    path = records.save(record, folder)
+    print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
+    return record
+
+
+def measure(
+    engine: Engine,
+    depths: Sequence[int],
+    probe: Probe,
+    rungs: Mapping[str, tuple[str, bool]] = RUNGS,
+    steps: int = STEPS,
+    rounds: int = ROUNDS,
+    prompt: int = PROMPT,
+) -> dict:
+    """The record's results for one engine. On a CPU eager rungs run too, for the tests; such times mean nothing."""
+    spec = hardware.machine(engine.device).spec
+    results: dict = {"weights": "random", "group": engine.weights.group, "layers": engine.config.num_hidden_layers}
+    results["ttft"] = percentiles(first_tokens(engine, random_prompt(engine, prompt))).to_dict()
+    results["depths"] = {}
+    for depth in depths:
+        ids, nbytes = random_prompt(engine, depth - WARM - steps // 2), engine.ledger(depth).total
+        times: dict[str, list[float]] = {name: [] for name in rungs}
+        made: dict[str, list[int]] = {}
+        for _ in range(rounds):
+            for name, (mode, pdl) in rungs.items():
+                engine.use(mode)
+                engine.pdl = pdl
+                seconds, tokens = run(engine, ids, steps)
+                times[name] += seconds
+                first = made.setdefault("first", tokens)
+                if tokens != first:
+                    at = next(i for i, (a, b) in enumerate(zip(tokens, first, strict=True)) if a != b)
+                    raise RuntimeError(f"{name} made another token than the first rung at step {at} from depth {depth}")
+        entry: dict = {
+            "bytes": nbytes,
+            "rungs": {name: figures(each, nbytes, probe, spec) for name, each in times.items()},
+        }
+        engine.pdl = True
+        if engine.device.type == "cuda":
+            engine.use("in flight")
+            entry["on_device"] = figures(replays(engine, ids, steps), nbytes, probe, spec)
+        entry["regions"] = regions(engine, ids)
+        whole = entry["on_device"]["seconds"]["p50"] if "on_device" in entry else None
+        if whole:
+            entry["gap_s"] = whole - sum(region["seconds"]["p50"] for region in entry["regions"].values())
+        results["depths"][str(depth)] = entry
+    return results
+
+
+def run(engine: Engine, ids: Sequence[int], steps: int) -> tuple[list[float], list[int]]:
+    """Seconds a token of each look, and all tokens; the last logits are checked after the timing."""
+    sequence, token = engine.prefill(ids)
+    try:
+        tokens, look = [token, *engine.decode(sequence, WARM)], engine.mode.look
+        seconds = []
+        for _ in range(steps // look):
+            started = time.perf_counter()
+            tokens += engine.decode(sequence, look)
+            seconds.append((time.perf_counter() - started) / look)
+        logits = engine.logits.clone()
+    finally:
+        engine.free(sequence)
+    check(engine, [*ids, *tokens[:-1]], logits)
+    return seconds, tokens
+
+
+def check(engine: Engine, ids: Sequence[int], logits: Tensor) -> None:
+    """Hold a step's logits against those of all tokens as one prompt, whose products are PyTorch's.
+
+    Raises:
+        RuntimeError: they differ by more than `TOLERANCE` of their norm, or are not finite.
+    """
+    sequence, _ = engine.prefill(ids)
+    engine.free(sequence)
+    error = ((logits - engine.logits).norm() / engine.logits.norm()).item()
+    if not error < TOLERANCE:  # NaN does not pass
+        raise RuntimeError(f"after {len(ids)} tokens the logits are off by {error:.3g} of their norm, over {TOLERANCE}")
+
+
+def replays(engine: Engine, ids: Sequence[int], steps: int) -> list[float]:
+    """Seconds of each step, between CUDA events after consecutive replays; the host is far ahead."""
+
+    def timed(launch: Callable[[int, int], None], position: int) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for i, mark in enumerate(marks[1:]):
+            launch(1, position + i)
+            mark.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+    return _shown(engine, ids, steps, timed)
+
+
+def regions(engine: Engine, ids: Sequence[int], rounds: int = REGION_ROUNDS) -> dict:
+    """Seconds and launches of each kind of launch in a step, all its launches alone, back to back."""
+    parts: dict[str, list[Callable]] = {}
+    for name, launch, _ in engine.launches(engine.chooser()):
+        parts.setdefault(name.split()[-1], []).append(launch)
+
+    def timed(launch: object, position: int) -> dict:
+        found, gpu = {}, engine.device.type == "cuda"
+        for name, launches in parts.items():
+            times = REGION_TIMES["layers" if len(launches) > 1 else "once"] if gpu else 1
+            replay = captured(
+                lambda launches=launches, times=times: [each() for each in launches * times], engine.device
+            )
+
+            def again(replay=replay) -> None:
+                replay()
+                engine.length.fill_(position)  # which the choice of a token has moved on
+
+            seconds = time_calls(again, engine.device, rounds)
+            found[name] = {
+                "seconds": percentiles([each / times for each in seconds]).to_dict(),
+                "launches": len(launches),
+            }
+        return found
+
+    return _shown(engine, ids, WARM, timed)
+
+
+def first_tokens(engine: Engine, ids: Sequence[int], count: int = PROMPTS) -> list[float]:
+    """Seconds to the first token, `count` times after two that are thrown away."""
+    seconds = []
+    for _ in range(count + 2):
+        synchronize(engine.device)
+        started = time.perf_counter()
+        sequence, _ = engine.prefill(ids)
+        seconds.append(time.perf_counter() - started)
+        engine.free(sequence)
+    return seconds[2:]
+
+
+def figures(seconds: Sequence[float], nbytes: int, probe: Probe, spec) -> dict:
+    """Percentiles, tokens and bytes a second, and the share of the ceilings."""
+    found = percentiles(seconds)
+    result = {"seconds": found.to_dict(), "tokens_per_s": 1 / found.p50, "bytes_per_s": nbytes / found.p50}
+    result["mbu_probe"] = mbu(nbytes, found.p50, probe.rate, NOISE)
+    if spec:
+        result["mbu_datasheet"] = mbu(nbytes, found.p50, spec.bandwidth)
+    return result
+
+
+def random_prompt(engine: Engine, length: int) -> list[int]:
+    """The same `length` random tokens each time."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(engine.weights.num_tokens, (length,), generator=generator).tolist()
+
+
+def engine_table(name: str, results: Mapping) -> str:
+    """One size of the record as text."""
+    lines = [f"{name}, random weights: TTFT {1e3 * results['ttft']['p50']:.1f} ms for {PROMPT} tokens"]
+    for depth, entry in results["depths"].items():
+        lines.append(f"depth {depth}: {entry['bytes'] / 1e9:.3f} GB a token")
+        for rung, f in (entry["rungs"] | {k: entry[k] for k in ("on_device",) if k in entry}).items():
+            p10, p50, p90, p99 = (1e3 * f["seconds"][p] for p in ("p10", "p50", "p90", "p99"))
+            shares = " / ".join(f"{100 * f[k]:.1f}" for k in ("mbu_datasheet", "mbu_probe") if k in f)
+            lines.append(
+                f"  {rung:<12} {p50:>8.3f} ms (p10 {p10:.3f}, p90 {p90:.3f}, p99 {p99:.3f}) {f['tokens_per_s']:>7.1f} "
+                f"tok/s {f['bytes_per_s'] / 1e9:>6.0f} GB/s, MBU {shares} %"
+            )
+        for region, f in entry["regions"].items():
+            lines.append(f"  {region:<12} {1e6 * f['seconds']['p50']:>8.1f} µs in {f['launches']} launches")
+        if "gap_s" in entry:
+            lines.append(f"  {'gap':<12} {1e6 * entry['gap_s']:>8.1f} µs")
+    return "\n".join(lines)
+
+
+def _shown(engine: Engine, ids: Sequence[int], steps: int, use: Callable):
+    """What `use` makes of what launches steps and the position, a sequence with room for `steps` being shown."""
+    sequence, _ = engine.prefill(ids)
+    try:
+        engine.decode(sequence, WARM)
+        position = engine.kv.length(sequence)
+        return use(engine.show(sequence, steps), position)
+    finally:
+        engine.free(sequence)
