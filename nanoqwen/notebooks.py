@@ -7,8 +7,10 @@ mends what needs no thought.
 
 import argparse
 import ast
+import base64
 import datetime
 import hashlib
+import io
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import PIL.Image
 from nbformat import NotebookNode
 
 from nanoqwen.lesson import mode
@@ -188,7 +191,7 @@ def run(paths: Sequence[Path], out: Path = BUILD, in_place: bool = False, timeou
         notebook, result = execute(path, timeout)
         if in_place:
             if result.error is None:
-                write(path, stamped(canonical(notebook)))
+                write(path, stamped(with_small_figures(canonical(notebook))))
         else:
             out.mkdir(parents=True, exist_ok=True)
             write(out / path.name, notebook)
@@ -200,6 +203,21 @@ def run(paths: Sequence[Path], out: Path = BUILD, in_place: bool = False, timeou
         shown = out.relative_to(REPO) if out.is_relative_to(REPO) else out
         print(f"\nexecuted copies and HTML pages: {shown}{os.sep}")
     return results
+
+
+def with_small_figures(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with its PNG figures in a palette of 64 colours, a third of the bytes; text keeps its edges."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                given, small = base64.b64decode(output.data["image/png"]), io.BytesIO()
+                picture = PIL.Image.open(io.BytesIO(given))
+                if picture.mode != "P":
+                    picture = picture.convert("RGB").quantize(64, dither=PIL.Image.Dither.NONE)
+                    picture.save(small, "PNG", optimize=True)
+                    if small.tell() < len(given):
+                        output.data["image/png"] = base64.b64encode(small.getvalue()).decode()
+    return notebook
 
 
 def summary(results: Sequence[Result]) -> str:

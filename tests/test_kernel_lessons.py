@@ -10,6 +10,7 @@ import torch
 from nanoqwen import kernels, lesson, simt
 from nanoqwen.kernel_magic import make
 from nanoqwen.kernel_source import find_kernel
+from nanoqwen.packing import SEQUENTIAL, pack
 from nanoqwen.paths import CSRC, NOTEBOOKS
 
 HEAD = "__global__ void gemv(const float* w, const float* x, float* y, int rows, int cols) "
@@ -175,7 +176,7 @@ def test_the_readers_own_kernel_can_be_compared(capsys):
     assert capsys.readouterr().out == "# gemv → gemv\n"
 
 
-# The exercises of notebooks 02 and 03
+# The exercises of notebooks 02, 03 and 04
 
 
 def cell(notebook, start):
@@ -192,9 +193,11 @@ def solution(notebook):
 def exercise(notebook, text):
     """The check of the exercise, run on the kernel of this text."""
     (kernel,) = make(text)
-    check = cell(notebook, "def launch_mine" if "03" in notebook else "lesson.check_kernel")
+    check = cell(
+        notebook, {"02": "lesson.check_kernel", "03": "def launch_mine", "04": "def launch_int4"}[notebook[:2]]
+    )
     body = ast.parse(check).body
-    names = {"lesson": lesson, "torch": torch, kernel.__name__: kernel}
+    names = {"lesson": lesson, "torch": torch, "pack": pack, "SEQUENTIAL": SEQUENTIAL, kernel.__name__: kernel}
     exec(compile(ast.Module(body[:-1], []), notebook, "exec"), names)
     return eval(compile(ast.Expression(body[-1].value), notebook, "eval"), names)
 
@@ -219,3 +222,24 @@ def test_a_naive_kernel_does_not_solve_the_coalesced_exercise(capsys):
     naive = f"{head}{{\n{lane}if (row >= rows || lane) return;\n{SUM}y[row] = sum;\n}}"
     assert exercise("03_coalesced_gemv.ipynb", naive) is False
     assert capsys.readouterr().out.startswith("○ my coalesced GEMV: right, but not coalesced yet")
+
+
+def test_the_int4_exercise_is_not_yet_until_its_solution_is_in():
+    notebook, start = "04_int4_fused_gemv.ipynb", cell("04_int4_fused_gemv.ipynb", "%%kernel").partition("\n")[2]
+    assert exercise(notebook, start) is False
+    assert exercise(notebook, '#include "warp.cuh"\n' + solution(notebook)) is True
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(static_cast<int>(word << (28 - 4 * k)) >> 28)", "static_cast<int>(word >> 4 * k & 15)"),
+        ("[row * (cols / group) + 8 * i / group]", "[row * (cols / group) + 8 * i / group % 2]"),
+        ("x[8 * i + k]", "x[(8 * i + k) ^ 8]"),
+    ],
+)
+def test_wrong_values_do_not_solve_the_int4_exercise(right, wrong):
+    text = solution("04_int4_fused_gemv.ipynb")
+    assert right in text
+    with pytest.raises(lesson.NotRight, match="off by more"):
+        exercise("04_int4_fused_gemv.ipynb", '#include "warp.cuh"\n' + text.replace(right, wrong))
