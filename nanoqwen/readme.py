@@ -149,6 +149,7 @@ UNEQUAL_LOADS = {
     ("int4_gemv_dp4a", 2432): {"load_sectors"},
     ("int4_gemv_magic", 1792): {"load_sectors"},
 }
+UNEXPLAINED = ("paged_attention", "paged_attention_split", "paged_attention_prefetch", "paged_attention_mma")
 WHY_UNEQUAL = """\
 **Where they differ, and why.** The count of `gemv_vectorized` at 896 columns of 16 bits: the GPU's compiler unrolls its
 loop by four and puts a loop for the rest in front. Of a row's 112 packs half of the lanes have four and half have
