@@ -87,7 +87,7 @@ def record_attention(folder: Path = FOLDER) -> Record:
         "rounds, in each every kernel replays its graph once, in turn, and every other round in the opposite order; a "
         "sample is the time between CUDA events around a replay over its calls. versus_torch: torch's time over the "
         "kernel's, round by round. torch is scaled_dot_product_attention with enable_gqa on a contiguous cache; online "
-        "reads that cache too. pdl is mma with programmatic dependent launch: pages of earlier tokens are fetched while "
+        "reads that cache too. pdl is mma with programmatic dependent launch: earlier tokens' pages are fetched while "
         "the call before still runs, as in a decode step. Bytes: keys, values, q and the answer, once each. Every "
         "output is checked against float64 after the timing. Clocks left alone."
     )
