@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from matplotlib import rc_context
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from nanoqwen.lesson import FIGURE_STYLE
@@ -46,36 +47,38 @@ def plot_slabs_and_pages(lengths: Sequence[int], longest: int, page_size: int = 
 
 def plot_walk(cache: PagedKV, sequences: Mapping[str, int], label: str = "counted") -> Plot:
     """The tables of up to three sequences, and where in the pool their entries point; shared pages have two arrows."""
-    colours = (_BLUE, _RED, _GREEN)[: len(sequences)]
+    colours = dict(zip(sequences, (_BLUE, _RED, _GREEN), strict=False))
     users = [[n for n, s in sequences.items() if page in cache.pages(s)] for page in range(cache.pool.shape[1])]
-    count = len(users)
+    # One table above the pool, one below, one above again: no arrow crosses a box.
+    aside = 2.6 + len(cache.pages(next(iter(sequences.values()))))
+    places = dict(zip(sequences, ((0.0, 2.1), (0.0, -2.1), (aside, 2.1)), strict=False))
     with rc_context(FIGURE_STYLE):
-        figure, (axis,) = _figure(7.6, 1.5 + 0.75 * len(sequences), "From a token to its page", label)
+        figure, (axis,) = _figure(7.6, 3.4 if len(sequences) > 1 else 2.2, "From a token to its page", label)
         for page, names in enumerate(users):
-            colour = _PALE if not names else _GREY if len(names) > 1 else colours[list(sequences).index(names[0])]
-            axis.add_patch(_box(page, 0, colour, 0.35 if names else 1))
+            colour = _PALE if not names else _GREY if len(names) > 1 else colours[names[0]]
             words = f"{page}\n{'free' if not names else '+'.join(names)}"
-            axis.text(page + 0.47, 0.45, words, ha="center", va="center", fontsize=9, color=_INK)
-        for row, (name, sequence) in enumerate(sequences.items()):
-            y, pages = 2 + 1.5 * row, cache.pages(sequence)
-            for i, page in enumerate(pages):
-                axis.add_patch(_box(i, y, colours[row], 0.35))
-                axis.text(i + 0.47, y + 0.45, str(page), ha="center", va="center", fontsize=9, color=_INK)
-                style = {"arrowstyle": "->", "color": colours[row], "lw": 1.3}
-                axis.annotate("", (page + 0.3 + 0.3 * row, 0.93), (i + 0.47, y), arrowprops=style)
-            words = f"table of {name}, {cache.length(sequence)} tokens"
-            axis.text(len(pages) + 0.15, y + 0.45, words, va="center", fontsize=9, color=_INK)
-        axis.text(-0.15, 0.45, "pool", ha="right", va="center", fontsize=9)
-        axis.set(xlim=(-0.9, count), ylim=(-0.2, 1.7 + 1.5 * len(sequences)), xticks=[], yticks=[])
+            _box(axis, page, 0, colour, words, 0.35 if names else 1)
+        for name, sequence in sequences.items():
+            x, y = places[name]
+            for i, page in enumerate(pages := cache.pages(sequence)):
+                _box(axis, x + i, y, colours[name], str(page))
+                start, end = (y, 0.95) if y > 0 else (y + 0.9, -0.05)
+                style = {"arrowstyle": "->", "color": colours[name], "lw": 1.5, "shrinkA": 0, "shrinkB": 0}
+                axis.annotate("", (page + 0.47, end), (x + i + 0.47, start), arrowprops=style)
+            words = f"table of {name}: {cache.length(sequence)} tokens"
+            axis.text(x, y + 1.0 if y > 0 else y - 0.1, words, va="bottom" if y > 0 else "top", fontsize=10)
+            right = x + len(pages)
+        axis.text(-0.15, 0.45, "pool", ha="right", va="center", fontsize=10)
+        low = -2.8 if len(sequences) > 1 else -0.2
+        axis.set(xlim=(-0.8, max(len(users), right)), ylim=(low, 3.6), xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
         axis.grid(False)
     return figure
 
 
-def _box(x: float, y: float, colour: str, alpha: float):
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), 0.94, 0.9, facecolor=colour, alpha=alpha, edgecolor=_INK, lw=0.6)
+def _box(axis, x: float, y: float, colour: str, words: str, alpha: float = 0.35) -> None:
+    axis.add_patch(Rectangle((x, y), 0.94, 0.9, facecolor=colour, alpha=alpha, edgecolor=_INK, lw=0.6))
+    axis.text(x + 0.47, y + 0.45, words, ha="center", va="center", fontsize=9, color=_INK)
 
 
 def plot_crossing(models: Mapping[str, tuple[float, float]], limit: int, label: str = "counted") -> Plot:
@@ -93,9 +96,11 @@ def plot_crossing(models: Mapping[str, tuple[float, float]], limit: int, label: 
             axis.axhline(weights / 1e9, color=colour, ls="--", lw=1.4, label=f"{name}: weights")
             axis.plot(weights / each, weights / 1e9, "o", color=colour, ms=9, mec=_INK, zorder=3)
         axis.axvline(limit, color=_INK, lw=1, ls=":")
-        axis.annotate(f" trained for {limit:,}", (limit, axis.get_ylim()[0]), fontsize=9, va="bottom", ha="right")
+        words = {"transform": axis.get_xaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 9}
+        axis.text(0.95 * limit, 0.02, f"trained for {limit:,} tokens", **words)
         axis.set(xscale="log", yscale="log", xlabel="tokens in the cache, one sequence", ylabel="GB a token")
         axis.set_xticks(tokens[::2], [f"{n:,}" for n in tokens[::2]])
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         figure.legend(loc="outside lower center", ncols=len(models), fontsize=9)
     return figure
@@ -110,12 +115,17 @@ def plot_contexts(record: Record, size: str, kernels: Sequence[str], label: str 
         figure, (axis,) = _figure(7.6, 4.6, f"{size} heads, one query, {record.device}", label)
         for i, kernel in enumerate(kernels):
             times = [1e6 * at["cold"][kernel]["seconds"]["p50"] for at in contexts.values()]
-            how = {"color": _INK, "ls": "--"} if kernel == "torch" else {"color": (*OKABE_ITO[:6], _GREY)[i % 7]}
+            how = (
+                {"color": _INK, "ls": "--"}
+                if kernel == "torch"
+                else {"color": (*OKABE_ITO[:6], _GREY, OKABE_ITO[9])[i % 8]}
+            )
             axis.plot(tokens, times, marker="osD^vPX*"[i % 8], ms=6, label=kernel, **how)
         floor = [1e6 * at["bytes"] / rate for at in contexts.values()]
-        axis.fill_between(tokens, floor, min(floor) / 2, color=_PALE, label="below: the read probe's time")
+        axis.fill_between(tokens, floor, min(floor) / 2, color=_PALE, label="less than the read probe needs")
         axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="µs", ylim=(min(floor) / 2, None))
         axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     return figure

@@ -243,3 +243,38 @@ def test_wrong_values_do_not_solve_the_int4_exercise(right, wrong):
     assert right in text
     with pytest.raises(lesson.NotRight, match="off by more"):
         exercise("04_int4_fused_gemv.ipynb", '#include "warp.cuh"\n' + text.replace(right, wrong))
+
+
+# Lesson 05
+
+
+def checked(kernel, start):
+    """The check of lesson 05 whose cell begins so, run on the kernel of this text."""
+    (made,) = make(kernel)
+    body = ast.parse(cell("05_paged_attention.ipynb", start)).body
+    names = {"lesson": lesson, "torch": torch, made.__name__: made}
+    exec(compile(ast.Module(body[:-1], []), "lesson 05", "exec"), names)
+    return eval(compile(ast.Expression(body[-1].value), "lesson 05", "eval"), names)
+
+
+def test_the_barrier_at_the_tail_is_found_and_its_solution_mends_it(capsys):
+    notebook, check = "05_paged_attention.ipynb", "lesson.check_kernel("
+    start = cell(notebook, '%%kernel\n#include "warp.cuh"\n__global__ void tail').partition("\n")[2]
+    assert checked(start, check) is False
+    assert "one barrier reached from different places" in capsys.readouterr().out
+    first, last = (
+        start.index("        if (warp == 0 && tokens < 16)"),
+        start.index("        __syncthreads();\n        if"),
+    )
+    mended = (NOTEBOOKS / "solutions" / "05_barrier.cu").read_text(encoding="utf-8")
+    assert checked(f"{start[:first]}{mended}{start[last:]}", check) is True
+
+
+def test_splits_are_combined_by_the_solution_and_not_without_rescaling():
+    notebook, check = "05_paged_attention.ipynb", "def splits_of"
+    start = cell(notebook, "%%kernel\n__global__ void my_combine").partition("\n")[2]
+    assert checked(start, check) is False
+    solved = (NOTEBOOKS / "solutions" / "05_combine.cu").read_text(encoding="utf-8")
+    assert checked(solved, check) is True
+    with pytest.raises(lesson.NotRight):
+        checked(solved.replace("expf(lse[s] - top)", "(lse[s] > -1e30f ? 1.0f : 0.0f)"), check)

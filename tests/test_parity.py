@@ -90,7 +90,8 @@ def test_the_machine_counts_what_the_hardware_counted(entry):
     different = {name: counts[name] - entry["hardware"][name] for name in METRICS}
     assert {name: by for name, by in different.items() if by} == entry["difference"]
     if entry["kernel"] in UNEXPLAINED:
-        assert all(0 <= different[name] <= 0.06 * entry["hardware"][name] for name in GLOBAL)
+        most = 128 if entry["kernel"] == "paged_attention_mma" else 12
+        assert all(0 <= different[name] <= most for name in GLOBAL)
         return
     assert set(entry["difference"]) & set(GLOBAL) == UNEQUAL_LOADS.get((entry["kernel"], row_bytes(entry)), set())
 
