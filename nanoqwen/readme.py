@@ -168,8 +168,8 @@ over two rows and two loads stay loops; half of the lanes have no second load in
 next row is taken for a part of the other lanes' second load.
 
 The kernels of attention over pages, `paged_attention` to `paged_attention_mma`, are counted with ten or
-twelve loads more here than on the GPU, whatever the context; `paged_attention_mma` with 64 and 128 more at 49 tokens, and
-none at 257. Why has not been found yet. `attention_online` and `rope_append` are equal.
+twelve loads more here than on the GPU, whatever the context; `paged_attention_mma` with 64 and 128 more at 49 tokens,
+and none at 257. Why has not been found yet. `attention_online` and `rope_append` are equal.
 
 In shared memory `gemv` leaves a partial sum for each warp of a row, and all of the row's threads add them up. The GPU's
 compiler puts these additions behind the condition of the last line: only the warp that writes `y` still reads, all sums
