@@ -1,8 +1,12 @@
+import base64
+import io
 import json
 
 import nbformat
+import numpy
+import PIL.Image
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from nanoqwen import notebooks
 from nanoqwen.notebooks import HEADINGS
@@ -276,3 +280,23 @@ def test_the_syllabus_lists_what_is_there_and_what_is_planned(tmp_path):
     assert len(table) == 2 + len(notebooks.PLANNED) and all("planned" in row for row in table[3:])
     with pytest.raises(ValueError, match=r"README\.md lacks the lines"):
         notebooks.with_syllabus("no markers", [])
+
+
+def test_figures_take_fewer_bytes_look_the_same_and_are_left_alone_the_second_time():
+    ramp = numpy.linspace(0, 255, 300).astype(numpy.uint8)
+    pixels = numpy.dstack(
+        [numpy.tile(ramp, (200, 1)), numpy.tile(ramp[:200, None], (1, 300)), numpy.full((200, 300), 40)]
+    )
+    given = io.BytesIO()
+    PIL.Image.fromarray(pixels.astype(numpy.uint8)).save(given, "PNG", compress_level=0)
+    figure = new_output("display_data", {"image/png": base64.b64encode(given.getvalue()).decode(), "text/plain": "a"})
+    notebook = new_notebook(cells=[new_markdown_cell("x"), new_code_cell("y", outputs=[figure])])
+
+    def picture():
+        return notebooks.with_small_figures(notebook).cells[1].outputs[0].data["image/png"]
+
+    first = picture()
+    small = base64.b64decode(first)
+    assert len(small) < len(given.getvalue()) / 2 and picture() == first
+    made = numpy.asarray(PIL.Image.open(io.BytesIO(small)).convert("RGB")).astype(int)
+    assert made.shape == pixels.shape and abs(made - pixels).mean() < 16
