@@ -108,6 +108,7 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
             with warnings.catch_warnings(action="ignore"), torch.cuda.graph(torch.cuda.CUDAGraph()):
                 pass
             raise RuntimeError(f"the step cannot be captured: {first}") from error
+    graph.body = body  # and with it the tensors whose addresses the graph has frozen
     return graph
 
 
