@@ -10,7 +10,7 @@
 //           gate / (1 + exp(-gate)) * up * y_factor
 //
 // Must move:  the same bytes as csrc/int4_gemm.cu.
-// Launch:     a block for each multiprocessor, at most one for each 16 rows (SWIGLU 32), of RING_WARPS warps. Dynamic
+// Launch:     at most a block for each multiprocessor and for each 16 rows (SWIGLU 32), of RING_WARPS warps. Dynamic
 //             shared memory: the rings, `slots` tiles of partial sums, groups of x, x; see nanoqwen/kernels/int4_ring.py.
 // Sums:       whole numbers within a group, exact; fp32 across groups.
 // Teaches:    bytes in flight without registers, and bytes that are already on their way when the kernel's turn comes.
@@ -97,7 +97,6 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         for (next_chunk += RING_WARPS; next_chunk >= chunks; ++next_tile) next_chunk -= chunks;
     };
 
-    launch_dependents();
     if (lane == 0) {
         for (int stage = 0; stage < RING_STAGES; ++stage) mbarrier_init(&full[warp][stage], 1);
         mbarrier_init_fence();
@@ -119,7 +118,12 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
             *reinterpret_cast<uint2*>(x_bytes + octet_place(octet) + 64) = make_uint2(eight.z, eight.w);
         }
     }
+    // What is added to a row in the end is asked for long before.
+    const bool early = TOKENS == 1 && !SWIGLU && threadIdx.x < (min(first_tile + slots, end_tile) - first_tile) * 16 &&
+                       first_tile * 16 + threadIdx.x < rows;
+    const float early_bias = early && bias ? bias[first_tile * 16 + threadIdx.x] : 0.0f;
     wait_for_predecessor();
+    const float early_residual = early && residual ? residual[first_tile * 16 + threadIdx.x] : 0.0f;
 
     if constexpr (INPUT == HALF_X) {
         const auto split = [&](auto count) {  // loads of so many pieces in flight
@@ -179,6 +183,9 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         for (int i = 0; i < RING_WARPS; ++i) square += squares[i];
         factor = 1.0f / sqrtf(square / cols + factor);
     }
+
+    // Not before x is here: the next kernel's rings would be filled by the same memory.
+    launch_dependents();
 
     // The columns of B: token 0 high, token 0 low, token 1 high ... The tokens beyond the last repeat it.
     const unsigned char* x_lane[MMAS];
@@ -294,8 +301,10 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
                 if (row >= rows) continue;
                 const size_t place = static_cast<size_t>(token) * rows + row;
                 float value = total(r, token);
-                if (bias) value += bias[row];
-                static_cast<float*>(y)[place] = residual ? residual[place] + value : value;
+                const bool is_early = TOKENS == 1 && first == first_tile && i == threadIdx.x;
+                if (bias) value += is_early ? early_bias : bias[row];
+                if (residual) value += is_early ? early_residual : residual[place];
+                static_cast<float*>(y)[place] = value;
             }
         }
         if (last < end_tile) __syncthreads();  // before the next sums take the places of these

@@ -3,6 +3,9 @@
 //   out[h] = sum over t of softmax_t(q[h] . k[t] * scale) v[t]        q, out (heads, HEAD_DIM)
 //   pages, table, length, appended: see include/kv_page.cuh; head h reads KV head h / group, group is at most 8
 //
+//   ROPE: what csrc/rope_append.cu does, too. q and the new token's k and v come from qkv, (heads + 2 kv_heads) * HEAD_DIM
+//   floats; q and k are turned, k and v stored in their page. Position, cos, sin and rounding as there.
+//
 // Must move:  kv_heads * tokens * 2 * HEAD_DIM elements, each once.
 // Launch:     (splits, kv_heads) blocks of 256 threads.
 // Sums:       fp32; exp(s - m) is rounded to T before it meets V.
@@ -22,6 +25,7 @@
 // been computed, those of the next values as soon as O has.
 //
 // With `appended`, pages before the last are of earlier steps: they are on their way before this kernel's turn comes.
+// With ROPE so is all but the new token itself, whose k and v every block makes for itself.
 
 #include "bits.cuh"
 #include "kv_page.cuh"
@@ -155,69 +159,155 @@ __device__ __forceinline__ void add_splits(float* weights, const uint2* partial,
     for (int i = 0; i < 4; ++i) answer[i] /= whole[i % 2];
 }
 
-template <typename T, int HEAD_DIM>
-__global__ void __launch_bounds__(32 * WARPS, 2)
-    paged_attention_mma(const T* q, const T* pages, const int* table, const int* length, T* out, uint2* partial,
-                        float* lse, unsigned* arrivals, float scale_log2, int appended, int group, int max_pages) {
+// Two neighbours of the first half of a head and two of the second, turned.
+__device__ __forceinline__ void turn(float2& first, float2& second, float2 c, float2 s) {
+    const float2 a = first, b = second;
+    first.x = __fadd_rn(__fmul_rn(a.x, c.x), __fmul_rn(-b.x, s.x));
+    first.y = __fadd_rn(__fmul_rn(a.y, c.y), __fmul_rn(-b.y, s.y));
+    second.x = __fadd_rn(__fmul_rn(b.x, c.x), __fmul_rn(a.x, s.x));
+    second.y = __fadd_rn(__fmul_rn(b.y, c.y), __fmul_rn(a.y, s.y));
+}
+
+template <typename T, int HEAD_DIM, bool ROPE>
+__global__ void __launch_bounds__(32 * WARPS, ROPE ? 1 : 2)
+    paged_attention_mma(const T* q, const float* qkv, const float* cos, const float* sin, T* pages, const int* table,
+                        const int* length, T* out, uint2* partial, float* lse, unsigned* arrivals, float scale_log2,
+                        int appended, int group, int max_pages, int positions) {
     constexpr int BLOCKS = HEAD_DIM / 32;  // of 32 dimensions, in K
     constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions, in V
     constexpr int TILES = HEAD_DIM / 16;   // of 16 dimensions, in O
-    launch_dependents();
+    __shared__ uint4 query[BLOCKS][32];        // as the lanes want it
+    __shared__ uint4 fresh[2][HEAD_DIM / 8];  // ROPE: the new token's k and v
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
     const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, stride = gridDim.x * WARPS;
-    const auto number_of = [&](int page) { return table[min(page, max_pages - 1)]; };
+    // Ordered loads: others the compiler moves behind the branch that waits for the length.
+    const auto number_of = [&](int page) {
+        return static_cast<int>(ld_relaxed(reinterpret_cast<const unsigned*>(table) + min(page, max_pages - 1)));
+    };
     int page = split * WARPS + warp, number = number_of(page), next_number = number_of(page + stride);
     const int tokens = cached_tokens(length, appended, max_pages);
     const int page_count = ceil_div(tokens, PAGE_SIZE);
     // Nobody waits for splits that have no page.
     const int live_splits = max(1, min(static_cast<int>(gridDim.x), ceil_div(page_count, WARPS)));
-    if (split >= live_splits) return;
+    if (split >= live_splits) {
+        wait_for_predecessor();  // a block of the next launch would take this place, and others not find theirs
+        return;
+    }
 
     // What lies past the length is never read: the last token stands in for those after it, and weighs nothing there.
+    const int stored = ROPE ? tokens - 1 : tokens;
     uint4 k[BLOCKS][2], v[HALVES][4];
     // Through the L1 cache: a request for keys takes half of eight lines, and the next one the other half.
     const auto ask_keys = [&] {
         const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + 8 * t;
-        const int last = tokens - 1 - page * PAGE_SIZE;
+        const int last = stored - 1 - page * PAGE_SIZE;
         const int top = min(g, last) * HEAD_DIM, bottom = min(g + 8, last) * HEAD_DIM;
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
-            k[b][0] = load_pack(from + top + 32 * b).bits;
-            k[b][1] = load_pack(from + bottom + 32 * b).bits;
+            k[b][0] = (ROPE && last < 0 ? zero_pack<T>() : load_pack(from + top + 32 * b)).bits;
+            k[b][1] = (ROPE && last < 0 ? zero_pack<T>() : load_pack(from + bottom + 32 * b)).bits;
         }
     };
     const auto ask_values = [&] {
         const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + PAGE_SIZE * HEAD_DIM + 8 * g;
-        const int last = tokens - 1 - page * PAGE_SIZE;
+        const int last = stored - 1 - page * PAGE_SIZE;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = min(2 * t + i % 2 + i / 2 * 8, last) * HEAD_DIM;
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h) v[h][i] = load_pack(from + row + 64 * h).bits;
+            for (int h = 0; h < HALVES; ++h) {
+                v[h][i] = (ROPE && last < 0 ? zero_pack<T>() : load_pack(from + row + 64 * h)).bits;
+            }
         }
     };
-    const bool early = appended > 0 && page < page_count - 1;
+    const bool early = page < page_count && (ROPE || (appended > 0 && page < page_count - 1));
     if (early) {
         ask_keys();
         ask_values();
     }
-    wait_for_predecessor();
-    if (!early && page < page_count) {
-        ask_keys();
-        ask_values();
+    if constexpr (ROPE) {
+        constexpr int QUARTER = HEAD_DIM / 4, ROWS = 32 * WARPS / QUARTER;  // threads of a head, heads at a time
+        constexpr int ROUNDS = (HEADS + 2 + ROWS - 1) / ROWS;
+        const int position = *length, i = threadIdx.x % QUARTER, heads = group * kv_heads;
+        const bool fits = position >= 0 && position < positions && position < max_pages * PAGE_SIZE;
+        float2 c = make_float2(__uint_as_float(0x7fffffffu), __uint_as_float(0x7fffffffu)), s = c;
+        T* home = nullptr;  // of the new token, for the one block that stores it
+        if (fits) {
+            c = reinterpret_cast<const float2*>(cos + static_cast<size_t>(position) * HEAD_DIM)[i];
+            s = reinterpret_cast<const float2*>(sin + static_cast<size_t>(position) * HEAD_DIM)[i];
+            if (split == position / PAGE_SIZE / WARPS % live_splits) {
+                home = kv_page<HEAD_DIM>(pages, number_of(position / PAGE_SIZE), kv_head, kv_heads) +
+                       position % PAGE_SIZE * HEAD_DIM;
+            }
+        }
+        // Dimensions 2i and 2i + 1 of a query head, and further on those of its second half.
+        const auto words_of = [&](int row) {
+            return reinterpret_cast<unsigned*>(query) + i / 16 * 128 + row * 16 + i % 16;
+        };
+        for (int row = threadIdx.x / QUARTER; row < HEADS; row += ROWS) {  // heads that do not exist
+            if (row >= group) words_of(row)[0] = words_of(row)[BLOCKS * 64] = 0;
+        }
+        wait_for_predecessor();
+        float2 first[ROUNDS], second[ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int row = r * ROWS + threadIdx.x / QUARTER;  // the query heads, the key, the value
+            if (row >= group + 2) break;
+            const int head = row < group ? kv_head * group + row : heads + (row - group) * kv_heads + kv_head;
+            const float2* from = reinterpret_cast<const float2*>(qkv + head * HEAD_DIM);
+            first[r] = from[i];
+            second[r] = from[QUARTER + i];
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int row = r * ROWS + threadIdx.x / QUARTER;
+            if (row >= group + 2) break;
+            if (row <= group) turn(first[r], second[r], c, s);
+            const unsigned a = word_from<T>(first[r].x, first[r].y), b = word_from<T>(second[r].x, second[r].y);
+            if (row < group) {
+                words_of(row)[0] = a;
+                words_of(row)[BLOCKS * 64] = b;
+                continue;
+            }
+            unsigned* to = reinterpret_cast<unsigned*>(fresh[row - group]) + i;
+            to[0] = a;
+            to[QUARTER] = b;
+            if (home != nullptr) {
+                to = reinterpret_cast<unsigned*>(home + (row - group) * PAGE_SIZE * HEAD_DIM) + i;
+                to[0] = a;
+                to[QUARTER] = b;
+            }
+        }
+    } else {
+        wait_for_predecessor();
+        if (!early && page < page_count) {
+            ask_keys();
+            ask_values();
+        }
+        if (warp < BLOCKS) {
+            const T* from = q + (kv_head * group + min(g, group - 1)) * HEAD_DIM + 32 * warp + 8 * t;
+            query[warp][lane] = g < group ? load_pack(from).bits : zero_pack<T>().bits;
+        }
     }
-    __shared__ uint4 query[BLOCKS][32];
-    if (warp < BLOCKS) {
-        const T* from = q + (kv_head * group + min(g, group - 1)) * HEAD_DIM + 32 * warp + 8 * t;
-        query[warp][lane] = g < group ? load_pack(from).bits : zero_pack<T>().bits;
-    }
+    launch_dependents();  // not before: the next kernel asks for its weights, of the same memory
     __syncthreads();
 
     float m[2] = {minus_infinity(), minus_infinity()}, l[2] = {};  // of heads 2t and 2t + 1; l of this lane's tokens
     float o[TILES][4] = {};
     while (page < page_count) {
+        if (ROPE && page == page_count - 1) {
+            const int last = stored - page * PAGE_SIZE;  // the new token's row
+#pragma unroll
+            for (int i = 0; i < 2 * BLOCKS; ++i) {
+                if (g + i % 2 * 8 == last) k[i / 2][i % 2] = fresh[0][i / 2 * 4 + t];
+            }
+#pragma unroll
+            for (int i = 0; i < 4 * HALVES; ++i) {
+                if (2 * t + i % 2 + i / 2 % 2 * 8 == last) v[i / 4][i % 4] = fresh[1][i / 4 * 8 + g];
+            }
+        }
         float s[4] = {};  // tokens g and g + 8 of the page; of each, heads 2t and 2t + 1
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
@@ -287,6 +377,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
         add_splits<T, TILES>(reinterpret_cast<float*>(board.tiles), answers, lses, live_splits, answer);
     }
     if (warp >= TILES) return;
+    if (ROPE && tokens < 1) answer[0] = answer[1] = answer[2] = answer[3] = __uint_as_float(0x7fffffffu);  // no position
     const int dim = 64 * (warp / 4) + 8 * g + 2 * (warp % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

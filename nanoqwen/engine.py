@@ -105,8 +105,7 @@ class Engine:
         # What one launch leaves for the next
         self.h = empty(hidden)  # the residual stream, fp32
         self.qkv = empty(config.q_size + 2 * config.kv_size)
-        self.q = empty(config.num_attention_heads, head_dim, dtype=torch.float16)
-        self.attended = torch.empty_like(self.q)
+        self.attended = empty(config.num_attention_heads, head_dim, dtype=torch.float16)
         self.act = empty(config.intermediate_size, dtype=torch.float16)  # divided by SHRINK
         self.logits = empty(config.vocab_size)
         # One workspace for all layers: attention touches it only when the launches before have ended.
@@ -251,16 +250,14 @@ class Engine:
         yield "choose", choose, self.token
 
     def _layer(self, i: int, layer: Layer) -> Iterator[tuple[str, Callable[[], object], Tensor]]:
-        pages, length, table, h, q, pdl = self._pages[i], self.length, self.table, self.h, self.q, {"pdl": self.pdl}
+        pages, length, table, h, pdl = self._pages[i], self.length, self.table, self.h, {"pdl": self.pdl}
         ring = {"blocks": self.blocks, **pdl}
         normed = {"eps": self.config.rms_norm_eps, **ring}
 
         qkv = partial(_multiply, layer.qkv, h, self.qkv, norm=layer.norm, bias=layer.bias, **normed)
         yield "qkv_proj", qkv, self.qkv
-        rope = partial(kernels.rope_append, self.qkv, self.cos, self.sin, length, table, pages, q, **pdl)
-        yield "rope_append", rope, q
-        beside = {"appended": 1, "workspace": self.workspace, **pdl}
-        attention = partial(kernels.paged_attention_mma, q, pages, table, length, self.attended, **beside)
+        cache = self.cos, self.sin, length, table, pages
+        attention = partial(kernels.rope_attention, self.qkv, *cache, self.attended, workspace=self.workspace, **pdl)
         yield "attention", attention, self.attended
         yield "o_proj", partial(_multiply, layer.o, self.attended.view(-1), h, residual=h, **ring), h
         swiglu = {"norm": layer.mlp_norm, "swiglu": True, "y_factor": 1 / SHRINK, **normed}

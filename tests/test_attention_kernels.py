@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanoqwen import kernels, simt
-from nanoqwen.config import SHAPES
+from nanoqwen.config import SHAPES, ModelConfig
 from nanoqwen.kernels import attention
 from nanoqwen.kernels.attention import choose_splits
 from nanoqwen.kernels.launch import INCLUDE, Program
@@ -297,6 +297,55 @@ def test_rope_append_then_attention_is_a_decode_step():
     assert problem.error(out) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(14, 2, 64), (28, 4, 128), (3, 3, 128), (8, 1, 64)])
+def test_rope_attention_is_rope_append_and_attention_in_one_launch(heads, kv_heads, head_dim, dtype):
+    """The same bits in out and in the pages, whatever the splits; with NaN in all that it must not read."""
+    config = ModelConfig(257, heads * head_dim, 64, 1, heads, kv_heads, head_dim=head_dim)
+    cos, sin = rope_tables(config, torch.arange(320), torch.float32)
+    for position in (1, 15, 16, 17, 31, 48, 143, 256, 257):
+        problem = Problem(position, heads, kv_heads, head_dim, dtype)
+        problem.cache.reserve(problem.sequence, 1)
+        qkv = problem.normal(heads + 2 * kv_heads, head_dim) * 3
+        cache = problem.length_tensor, problem.table
+        want_pages = problem.pages.clone()
+        for splits in (1, 2, 5, None):
+            q = kernels.rope_append(qkv, cos, sin, *cache, want_pages)
+            want = kernels.paged_attention_mma(
+                q, want_pages, problem.table, problem.length_tensor, appended=1, splits=splits
+            )
+            pages, out = problem.pages.clone(), torch.full_like(want, math.nan)
+            with simt.observing() as report:
+                assert kernels.rope_attention(qkv, cos, sin, *cache, pages, out, splits=splits) is out
+            assert not report.findings
+            assert torch.equal(out, want) and want.isfinite().all(), (position, splits)
+            assert torch.equal(pages.view(torch.int16), want_pages.view(torch.int16)), (position, splits)
+
+
+def test_rope_attention_begins_a_sequence():
+    cache = PagedKV(1, 2, 2, 64, max_pages=2, dtype=torch.float16)
+    cache.pool.fill_(math.nan)
+    sequence = cache.new()
+    cache.reserve(sequence, 1)
+    table, length = cache.view(sequence)
+    qkv = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    out = kernels.rope_attention(qkv, *torch.ones(2, 9, 64), length, table, cache.pool[0])
+    assert torch.equal(out, qkv[6:].half().repeat_interleave(2, dim=0))  # the only value there is
+
+
+def test_rope_attention_past_the_table_stores_nothing_and_shows():
+    pages = torch.zeros(4, 2, 2, 16, 64).half()
+    table = torch.tensor([0, 1], dtype=torch.int32)
+    workspace = kernels.attention_workspace(2, 64, 3, torch.float16, "cpu")
+    for position in (32, 33, 10**6, -1, -(10**6)):
+        out, length = torch.zeros(4, 64).half(), torch.tensor([position], dtype=torch.int32)
+        args = (None, torch.ones(8, 64), *torch.ones(2, 100, 64), pages, table, length, out, *workspace, 1.0)
+        attention._MMA[torch.float16, 64].launch(
+            "paged_attention_mma<__half, 64, true>", out.device, (3, 2), 256, (*args, 1, 2, 2, 100)
+        )
+        assert out.isnan().all() and not pages.any(), position
+
+
 # Refused
 
 
@@ -420,6 +469,26 @@ def test_rope_append_refuses_what_does_not_fit(other, error, words):
     }
     with pytest.raises(error, match=re.escape(words)):
         kernels.rope_append(**(given | other))
+    if "q" not in other:
+        with pytest.raises(error, match=re.escape(words.removesuffix(" or float16"))):
+            kernels.rope_attention(**(given | other))
+    assert not pages.any()
+
+
+@pytest.mark.parametrize(
+    "other, error, words",
+    [
+        ({"qkv": torch.zeros(18, 64).half()}, TypeError, "qkv is float16; it must be float32"),
+        ({"out": torch.zeros(13, 64).half()}, ValueError, "out has shape (13, 64); it must be (14, 64)"),
+        ({"splits": 0}, ValueError, "splits is 0; it must be 1 to 512"),
+    ],
+)
+def test_rope_attention_refuses_what_does_not_fit(other, error, words):
+    pages = torch.zeros(9, 2, 2, 16, 64).half()
+    cache = {"length": int32(20), "table": int32(0, 1, 2, 3), "pages": pages}
+    given = {"qkv": torch.ones(18, 64), "cos": torch.ones(50, 64), "sin": torch.ones(50, 64), **cache}
+    with pytest.raises(error, match=re.escape(words)):
+        kernels.rope_attention(**(given | other))
     assert not pages.any()
 
 

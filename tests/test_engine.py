@@ -95,7 +95,7 @@ def test_buffers_full_of_nan_change_nothing(engine):
     sequence, token = engine.prefill(ids)
     tokens = [token]
     while len(tokens) < 12:
-        for buffer in (engine.h, engine.qkv, engine.q, engine.attended, engine.act, engine.logits):
+        for buffer in (engine.h, engine.qkv, engine.attended, engine.act, engine.logits):
             buffer.fill_(float("nan"))
         engine.workspace.partial.fill_(float("nan"))
         tokens += engine.decode(sequence, 1)

@@ -12,6 +12,7 @@ from nanoqwen.kernels.attention import (
     paged_attention_ring,
     paged_attention_split,
     rope_append,
+    rope_attention,
 )
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
 from nanoqwen.kernels.dequantize import int4_dequantize
@@ -62,6 +63,7 @@ __all__ = [
     "paged_attention_split",
     "quantize_x",
     "rope_append",
+    "rope_attention",
     "sample",
     "token_workspace",
     "widen_y",

@@ -23,6 +23,7 @@ MAX_GROUP = 8  # query heads of a KV head: the columns of the tensor cores' tile
 MAX_SPLITS = 512
 BLOCKS_PER_SM = 4  # of the first steps, whose blocks have less on the way
 RING_BLOCKS_PER_SM = 2
+LOG2_E = 1.4426950408889634  # the exponentials of paged_attention_mma are powers of two
 CONSUMERS, RING_WARPS, STAGES = 6, 8, 3  # as in csrc/paged_attention_ring.cu
 
 _C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -55,7 +56,7 @@ _RING = {  # one program for each number of query heads that share a KV head: ea
 _MMA = {
     key: Program(
         Path("paged_attention_mma.cu"),
-        {f"paged_attention_mma<{types}>": "ppppppppfiii"},
+        {f"paged_attention_mma<{types}, {rope}>": "pppppppppppfiiii" for rope in ("false", "true")},
     )
     for key, types in _LAYOUTS.items()
 }
@@ -241,16 +242,57 @@ def paged_attention_mma(
             not write length, table or, with `appended`, any page but the last.
     """
     head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
-    if workspace is None:
-        if splits is None:
-            splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, sms(q.device))
-        workspace = attention_workspace(kv_heads, head_dim, splits, q.dtype, q.device)
-    else:
-        splits = _check_workspace(workspace, kv_heads, head_dim, splits, q)
-    scale_log2 = head_dim**-0.5 * 1.4426950408889634  # log2 e: the kernel's exponentials are powers of two
-    args = (q, pages, table, length, out, *workspace, scale_log2, appended, group, len(table))
-    name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}>"
-    _MMA[q.dtype, head_dim].launch(name, q.device, (splits, kv_heads), 256, args, pdl=pdl, outputs=("out",))
+    workspace, splits = _workspace(workspace, splits, table, kv_heads, head_dim, q.dtype, q.device)
+    args = (q, None, None, None, pages, table, length, out, *workspace, head_dim**-0.5 * LOG2_E)
+    tail = (appended, group, len(table), 0)
+    name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}, false>"
+    _MMA[q.dtype, head_dim].launch(name, q.device, (splits, kv_heads), 256, (*args, *tail), pdl=pdl, outputs=("out",))
+    return out
+
+
+def rope_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    length: Tensor,
+    table: Tensor,
+    pages: Tensor,
+    out: Tensor | None = None,
+    *,
+    splits: int | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`rope_append` and then `paged_attention_mma`, the same bits, in one launch.
+
+    Args:
+        qkv: (heads + 2 kv_heads, head_dim), or flat: query heads, keys, values, biases added; float32.
+        cos, sin, length, table, pages: as `rope_append`.
+        out: (heads, head_dim) of the dtype of pages; a new tensor by default.
+        splits, workspace: as `paged_attention_mma`.
+        pdl: let the launch overlap the end of the kernel before it (programmatic dependent launch). That kernel must
+            not write length, table, cos, sin or pages.
+
+    Returns:
+        out.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message names it. On a GPU, a position past the table
+            or past cos stores nothing and fills out with NaN.
+    """
+    heads, qkv = _check_rope(qkv, cos, sin, length, table, pages, float_only=True)
+    (_, kv_heads, _, _, head_dim), device, dtype = pages.shape, pages.device, pages.dtype
+    if out is None:
+        out = torch.empty(heads, head_dim, dtype=dtype, device=device)
+    check_tensor("out", out, (heads, head_dim), (dtype,), device, alignment=4)
+    for name, tensor in {"qkv": qkv, "pages": pages}.items():
+        if overlap(out, tensor):
+            raise ValueError(f"out overlaps {name}; blocks would read what others have already written")
+    workspace, splits = _workspace(workspace, splits, table, kv_heads, head_dim, dtype, device)
+    args = (None, qkv, cos, sin, pages, table, length, out, *workspace, head_dim**-0.5 * LOG2_E)
+    tail = (1, heads // kv_heads, len(table), len(cos))
+    name = f"paged_attention_mma<{_LAYOUTS[dtype, head_dim]}, true>"
+    _MMA[dtype, head_dim].launch(name, device, (splits, kv_heads), 256, (*args, *tail), pdl=pdl, outputs=("out",))
     return out
 
 
@@ -311,21 +353,8 @@ def rope_append(
         TypeError, ValueError: an argument that does not fit; the message names it. On a GPU, a position past the table
             or past cos stores nothing and fills q with NaN.
     """
-    _check_pages(pages)
-    kv_heads, head_dim = pages.shape[1], pages.shape[4]
-    device, dtype = pages.device, pages.dtype
-    if isinstance(qkv, Tensor) and qkv.dim() == 1 and len(qkv) % head_dim == 0:
-        qkv = qkv.unflatten(0, (-1, head_dim))
-    check_tensor("qkv", qkv, ("heads + 2 kv_heads", head_dim), (torch.float32, dtype), device)
-    heads = len(qkv) - 2 * kv_heads
-    if heads < 1:
-        raise ValueError(f"qkv has {len(qkv)} heads; {kv_heads} KV heads need {2 * kv_heads} and those of the queries")
-    _group(heads, kv_heads)
-    check_tensor("cos", cos, ("positions", head_dim), _FLOAT, device)
-    check_tensor("sin", sin, tuple(cos.shape), _FLOAT, device)
-    _check_table(pages, table, length, 1)
-    if length.is_cpu and int(length) >= len(cos):
-        raise ValueError(f"length is {int(length)}; cos and sin have {len(cos)} positions")
+    heads, qkv = _check_rope(qkv, cos, sin, length, table, pages)
+    (_, kv_heads, _, _, head_dim), device, dtype = pages.shape, pages.device, pages.dtype
     if q is None:
         q = torch.empty(heads, head_dim, dtype=dtype, device=device)
     check_tensor("q", q, (heads, head_dim), (dtype,), device)
@@ -336,6 +365,26 @@ def rope_append(
     name = f"rope_append<{source}, {_LAYOUTS[dtype, head_dim]}>"
     _ROPE[dtype, head_dim].launch(name, device, len(qkv), head_dim // 2, args, pdl=pdl, outputs=("q",))
     return q
+
+
+def _check_rope(qkv, cos, sin, length, table, pages, float_only=False) -> tuple[int, Tensor]:
+    """The number of query heads, and qkv with a row a head, after all checks."""
+    _check_pages(pages)
+    kv_heads, head_dim, device = pages.shape[1], pages.shape[4], pages.device
+    dtypes = _FLOAT if float_only else (torch.float32, pages.dtype)
+    if isinstance(qkv, Tensor) and qkv.dim() == 1 and len(qkv) % head_dim == 0:
+        qkv = qkv.unflatten(0, (-1, head_dim))
+    check_tensor("qkv", qkv, ("heads + 2 kv_heads", head_dim), dtypes, device)
+    heads = len(qkv) - 2 * kv_heads
+    if heads < 1:
+        raise ValueError(f"qkv has {len(qkv)} heads; {kv_heads} KV heads need {2 * kv_heads} and those of the queries")
+    _group(heads, kv_heads)
+    check_tensor("cos", cos, ("positions", head_dim), _FLOAT, device)
+    check_tensor("sin", sin, tuple(cos.shape), _FLOAT, device)
+    _check_table(pages, table, length, 1)
+    if length.is_cpu and int(length) >= len(cos):
+        raise ValueError(f"length is {int(length)}; cos and sin have {len(cos)} positions")
+    return heads, qkv
 
 
 def _split(step, q, pages, table, length, out, tail, kv_heads, block, splits) -> Tensor:
@@ -457,13 +506,16 @@ def _check_splits(splits: int) -> None:
         raise ValueError(f"splits is {splits!r}; it must be 1 to {MAX_SPLITS}")
 
 
-def _check_workspace(workspace: Workspace, kv_heads: int, head_dim: int, splits: int | None, q: Tensor) -> int:
+def _workspace(workspace, splits, table, kv_heads, head_dim, dtype, device) -> tuple[Workspace, int]:
+    """The workspace, checked or new, and the number of splits."""
+    if workspace is None:
+        if splits is None:
+            splits = choose_splits(len(table) * PAGE_SIZE, kv_heads, sms(device))
+        return attention_workspace(kv_heads, head_dim, splits, dtype, device), splits
     partial, lse, arrivals = workspace
     splits = lse.shape[1] if splits is None else splits
     _check_splits(splits)
-    check_tensor(
-        "workspace.partial", partial, (kv_heads, splits, MAX_GROUP * head_dim), (q.dtype,), q.device, ALIGNMENT
-    )
-    check_tensor("workspace.lse", lse, (kv_heads, splits, MAX_GROUP), _FLOAT, q.device)
-    check_tensor("workspace.arrivals", arrivals, (kv_heads,), _INT32, q.device)
-    return splits
+    check_tensor("workspace.partial", partial, (kv_heads, splits, MAX_GROUP * head_dim), (dtype,), device, ALIGNMENT)
+    check_tensor("workspace.lse", lse, (kv_heads, splits, MAX_GROUP), _FLOAT, device)
+    check_tensor("workspace.arrivals", arrivals, (kv_heads,), _INT32, device)
+    return workspace, splits

@@ -56,7 +56,7 @@ def int4_gemm_ring(
         swiglu: the rows are 16 of a gate, 16 that it multiplies, and so on; out is (…, rows / 2) float16,
             gate · sigmoid(gate) · the other · y_factor.
         layout: the layout of the words; this kernel was compiled for "fragment", and refuses others.
-        blocks: how many share the rows; by default one for each multiprocessor.
+        blocks: how many share the rows; by default one for each multiprocessor, with `pdl` fewer for a small matrix.
         pdl: let the kernel fill its rings while the kernel before it still runs (programmatic dependent launch). Words,
             scales, zeros and norm must have been written earlier than by that kernel.
 
@@ -86,8 +86,9 @@ def int4_gemm_ring(
         raise RuntimeError(f"int4_gemm_ring needs sm_90, this GPU is sm_{have[0]}{have[1]}: use int4_gemm_mma")
 
     unit = 32 if swiglu else 16
-    grid = min(-(-padded // unit), blocks or sms(device))
-    tiles = -(-padded // unit // grid) * (unit // 16)  # that one block has at most
+    units = -(-padded // unit)
+    grid = min(units, blocks or (_blocks(units * unit // 16, cols, sms(device)) if pdl else sms(device)))
+    tiles = -(-units // grid) * (unit // 16)  # that one block has at most
     compiled = next(n for n in _TOKENS if n >= tokens)
     room, per_tile = _shared_bytes(cols, group, tokens, compiled, zeros is not None)
     groups = None
@@ -111,6 +112,17 @@ def int4_gemm_ring(
         outputs=outputs,
     )
     return out
+
+
+@functools.lru_cache
+def _blocks(tiles: int, cols: int, sms: int) -> int:
+    """Blocks of a launch that overlaps its neighbours, for a matrix of so many tiles of 16 rows.
+
+    One for each multiprocessor; but where half of them hold the whole matrix in their rings, no more than that takes.
+    The others begin with the next launch.
+    """
+    held = RING_WARPS * RING_STAGES // -(-cols // RING_CHUNK)  # tiles that a block's rings hold
+    return max(sms // 2, -(-tiles // held)) if held and -(-tiles // held) <= sms else sms
 
 
 @functools.lru_cache

@@ -129,8 +129,9 @@ def test_a_thousand_launches_give_the_same_bits(heads, kv_heads, head_dim):
     assert different.item() == 0 and workspace.arrivals.tolist() == [0] * kv_heads
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["two launches", "rope_attention"])
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-7b"])
-def test_a_captured_step_is_right_while_its_context_grows(name):
+def test_a_captured_step_is_right_while_its_context_grows(name, fused):
     config, dtype = SHAPES[name], torch.bfloat16
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     problem = Problem(500, heads, kv_heads, head_dim, dtype, room=100)
@@ -140,10 +141,13 @@ def test_a_captured_step_is_right_while_its_context_grows(name):
     workspace = kernels.attention_workspace(kv_heads, head_dim, 132 // kv_heads, torch.bfloat16, "cuda")
 
     def step():
-        kernels.rope_append(qkv, cos, sin, problem.length_tensor, problem.table, problem.pages, q, pdl=True)
-        cache = (problem.pages, problem.table, problem.length_tensor)
-        kernels.paged_attention_mma(q, *cache, out, appended=1, workspace=workspace, pdl=True)
-        problem.length_tensor.add_(1)
+        length, table, pages = problem.length_tensor, problem.table, problem.pages
+        if fused:
+            kernels.rope_attention(qkv, cos, sin, length, table, pages, out, workspace=workspace, pdl=True)
+        else:
+            kernels.rope_append(qkv, cos, sin, length, table, pages, q, pdl=True)
+            kernels.paged_attention_mma(q, pages, table, length, out, appended=1, workspace=workspace, pdl=True)
+        length.add_(1)
 
     step()  # compiles; what it stored is written over
     problem.length_tensor.fill_(500)
@@ -173,5 +177,7 @@ def test_a_position_past_the_table_stores_nothing_and_shows():
     cos, sin = torch.ones(2, 100, 64, device="cuda")
     for position in (32, 10**6, -1):
         length = torch.tensor([position], dtype=torch.int32, device="cuda")
-        q = kernels.rope_append(torch.ones(8, 64, device="cuda"), cos, sin, length, table, pages)
-        assert q.isnan().all() and not pages.any()
+        qkv = torch.ones(8, 64, device="cuda")
+        q = kernels.rope_append(qkv, cos, sin, length, table, pages)
+        out = kernels.rope_attention(qkv, cos, sin, length, table, pages)
+        assert q.isnan().all() and out.isnan().all() and not pages.any()

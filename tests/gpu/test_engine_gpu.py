@@ -105,7 +105,7 @@ def test_g2_buffers_that_are_poisoned_before_each_replay_change_nothing(engine, 
     sequence, token = engine.prefill(prompt(20))
     tokens = [token]
     while len(tokens) < 36:
-        for buffer in (engine.h, engine.qkv, engine.q, engine.attended, engine.act, engine.logits):
+        for buffer in (engine.h, engine.qkv, engine.attended, engine.act, engine.logits):
             buffer.fill_(float("nan"))
         engine.workspace.partial.fill_(float("nan"))
         if not engine.mode.fed_back:  # then the host puts these back
