@@ -149,7 +149,6 @@ UNEQUAL_LOADS = {
     ("int4_gemv_dp4a", 2432): {"load_sectors"},
     ("int4_gemv_magic", 1792): {"load_sectors"},
 }
-UNEXPLAINED = ("paged_attention", "paged_attention_split", "paged_attention_prefetch", "paged_attention_mma")
 WHY_UNEQUAL = """\
 **Where they differ, and why.** The count of `gemv_vectorized` at 896 columns of 16 bits: the GPU's compiler unrolls its
 loop by four and puts a loop for the rest in front. Of a row's 112 packs half of the lanes have four and half have
@@ -167,15 +166,25 @@ each of the unrolled steps lie across two sectors instead of in one.
 over two rows and two loads stay loops; half of the lanes have no second load in the last step, and their first of the
 next row is taken for a part of the other lanes' second load.
 
-The kernels of attention over pages, `paged_attention` to `paged_attention_mma`, are counted with ten or
-twelve loads more here than on the GPU, whatever the context; `paged_attention_mma` with 64 and 128 more at 49 tokens,
-and none at 257. Why has not been found yet. `attention_online` and `rope_append` are equal.
+The kernels of attention over pages take a page's number from the table in every warp, needed or not. The GPU's compiler
+moves such a load to where its answer is used, and whoever does not get there does not load. Both contexts end in a
+page of one token. In `paged_attention` and `paged_attention_split` the load ends up behind the condition of the loop
+that copies the page: a token of 64 dimensions keeps two of a block's seven warps busy, so five load no number of the
+last page in each of two blocks, and of 128 dimensions three in each of four. In `paged_attention_prefetch` a lane
+copies one piece of a page of 64 dimensions, and the load takes over the piece's condition: in six of eight warps it
+holds for no lane. Of 128 dimensions a lane copies two pieces, and the load stays before both.
+`paged_attention_mma` asks for two numbers before it looks at the length, and the GPU's compiler moves both behind the
+return of splits without a page. At 49 tokens these are two of three, eight warps each: 32 loads for each KV head; at
+257 every split has a page. The other warps load as many, but once the length has come and not while it is on its way.
 
 In shared memory `gemv` leaves a partial sum for each warp of a row, and all of the row's threads add them up. The GPU's
 compiler puts these additions behind the condition of the last line: only the warp that writes `y` still reads, all sums
 in one wide load. The CPU's compiler leaves them, or all but the last, where they stand: every warp reads, a sum at a
 time. Of a row that four warps share (float32, 896 x 896) that makes 4 stores + 1 read = 5 wavefronts on the GPU, and
 4 + 16 = 20 here; of one that two share (bfloat16), 2 + 1 and 2 + 3.
+
+In `paged_attention_mma` every warp needs the maxima of its block's eight warps twice, those of two heads a lane. The
+GPU's compiler keeps them; the observed build reads them again, in 8 x 8 x 2 = 128 wavefronts a block.
 """
 
 
