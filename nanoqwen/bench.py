@@ -13,6 +13,7 @@ from nanoqwen.bench_e2e import bench_e2e, record_scoreboard
 from nanoqwen.bench_engine import record_engine
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.bench_int4 import record_crossover, record_int4
+from nanoqwen.bench_ladder import record_ladder
 from nanoqwen.bench_quality import bench_quality, record_pack, record_quality
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
@@ -310,6 +311,7 @@ RECORDS: dict[str, Callable[[], object]] = {
     "int4": record_int4,
     "crossover": record_crossover,
     "engine": record_engine,
+    "ladder": record_ladder,
     "scoreboard": record_scoreboard,
     "awq": record_awq,
     "quality": record_quality,
