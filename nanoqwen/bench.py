@@ -1,9 +1,7 @@
 """What `nanoqwen record NAME` measures into data/records, and what `nanoqwen bench NAME` compares on this machine."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -11,9 +9,11 @@ import torch
 from nanoqwen import hardware, models, records
 from nanoqwen.bench_attention import record_attention
 from nanoqwen.bench_awq import record_awq
+from nanoqwen.bench_e2e import bench_e2e, record_scoreboard
 from nanoqwen.bench_engine import record_engine
 from nanoqwen.bench_gemv import record_gemv
 from nanoqwen.bench_int4 import record_crossover, record_int4
+from nanoqwen.bench_ladder import record_ladder
 from nanoqwen.bench_quality import bench_quality, record_pack, record_quality
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
@@ -21,9 +21,10 @@ from nanoqwen.counters import record_counters
 from nanoqwen.fetch import find_model
 from nanoqwen.measure import DecodeTiming, arrivals, decode, graph_decode
 from nanoqwen.paths import RECORDS as FOLDER
+from nanoqwen.peers import transformers_arrivals
 from nanoqwen.records import Record
 from nanoqwen.reference import Qwen2
-from nanoqwen.timing import Paired, paired, percentiles, synchronize
+from nanoqwen.timing import Paired, paired, percentiles
 
 MACHINE_SOURCES = ("nanoqwen/hardware.py", "nanoqwen/timing.py", "csrc/read_probe.cu")
 REFERENCE_SOURCES = (
@@ -223,36 +224,6 @@ def reference_table(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _theirs(hf_model, prompt: Sequence[int], count: int) -> tuple[list[int], float, list[float]]:
-    """`transformers`' greedy generate: the tokens, the seconds to the first, and those between the others."""
-    from transformers import GenerationConfig
-
-    times, tokens = [], []
-
-    class Clock:  # the streamer protocol: put() takes the prompt first, then every token
-        def put(self, value):
-            times.append(time.perf_counter())
-            tokens.extend(value.flatten().tolist())
-
-        def end(self):
-            pass
-
-    device = hf_model.device
-    ids = torch.tensor([prompt], device=device)
-    # No stop token: exactly `count` tokens. The model's own defaults would come back in through generation_config.
-    hf_model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=count, pad_token_id=0)
-    synchronize(device)
-    start = time.perf_counter()
-    with torch.inference_mode():
-        hf_model.generate(ids, attention_mask=torch.ones_like(ids), streamer=Clock())
-    made = tokens[len(prompt) :]
-    if len(made) != count:
-        raise RuntimeError(f"transformers made {len(made)} tokens, not {count}")
-    times[0] = start
-    gaps = [b - a for a, b in pairwise(times)]
-    return made, gaps[0], gaps[1:]
-
-
 def _side_by_side(
     model: Qwen2, hf_model, prompt: Sequence[int], count: int, rounds: int
 ) -> tuple[Paired, dict[str, list[int]]]:
@@ -268,7 +239,7 @@ def _side_by_side(
 
     fns = {
         "nanoqwen": contender("nanoqwen", arrivals, model),
-        "transformers": contender("transformers", _theirs, hf_model),
+        "transformers": contender("transformers", transformers_arrivals, hf_model),
     }
     return paired(fns, rounds), made
 
@@ -340,11 +311,13 @@ RECORDS: dict[str, Callable[[], object]] = {
     "int4": record_int4,
     "crossover": record_crossover,
     "engine": record_engine,
+    "ladder": record_ladder,
+    "scoreboard": record_scoreboard,
     "awq": record_awq,
     "quality": record_quality,
     "pack": record_pack,
 }
 """What `nanoqwen record NAME` runs: measures, saves under data/records, returns the record or why there is none."""
 
-BENCHES: dict[str, Callable[..., object]] = {"reference": bench_reference, "quality": bench_quality}
+BENCHES: dict[str, Callable[..., object]] = {"reference": bench_reference, "quality": bench_quality, "e2e": bench_e2e}
 """What `nanoqwen bench NAME` runs: compares on this machine and prints."""

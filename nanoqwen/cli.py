@@ -5,6 +5,7 @@ one line and exit status 2, never a traceback.
 """
 
 import argparse
+import inspect
 import os
 import sys
 import time
@@ -84,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", nargs="?", help="which; none: list them")
     bench.add_argument("--model", help="as for generate")
     bench.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
+    bench.add_argument("--shape", help="e2e: random weights of 7b, 1.5b or 0.5b, made on the device")
+    bench.add_argument("--depths", type=_depths, metavar="D,D…", help="e2e: default 128,1024,4096,16384")
+    bench.add_argument("--against", type=_names, metavar="NAME,…", help="e2e: all, or names of what to run beside us")
+    bench.add_argument("--steps", type=int, metavar="N", help="e2e: timed steps of a run")
+    bench.add_argument("--rounds", type=int, metavar="N", help="e2e: runs of each")
     bench.set_defaults(run=_bench)
 
     record = commands.add_parser("record", help="measure this GPU into data/records")
@@ -262,7 +268,19 @@ def _bench(args: argparse.Namespace) -> int:
     from nanoqwen.bench import BENCHES
 
     options = {"name": args.model, "dtype": getattr(torch, args.dtype) if args.dtype else None}
+    options |= {key: getattr(args, key) for key in ("shape", "depths", "against", "steps", "rounds")}
     return _named("bench", args.name, BENCHES, {key: value for key, value in options.items() if value is not None})
+
+
+def _depths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 128,1024") from None
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _record(args: argparse.Namespace) -> int:
@@ -284,6 +302,11 @@ def _named(kind: str, name: str | None, table: Mapping[str, Callable], options: 
         return 0
     if name not in table:
         raise ValueError(f"there is no {kind} {name!r}; there are: {', '.join(table)}")
+    takes = inspect.signature(table[name]).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        for key in options:
+            if key not in takes:
+                raise ValueError(f"{kind} {name} has no --{'model' if key == 'name' else key}")
     print(table[name](**options))
     return 0
 

@@ -1,0 +1,134 @@
+"""The validation ladder: its prompts, what it counts, what it refuses."""
+
+import pytest
+import torch
+from toys import random_weights
+
+from nanoqwen import bench, bench_ladder, generation, models
+from nanoqwen.bench_ladder import PROMPTS, TIE, Prompt, climb, ladder_words, load_prompts, margins, simulation, validate
+from nanoqwen.config import ModelConfig
+from nanoqwen.engine import Engine
+from nanoqwen.paths import REPO
+from nanoqwen.reference import build
+
+SMALL = ModelConfig(257, 128, 192, 1, 4, 2, head_dim=64, max_position_embeddings=256)
+PROMPT = [list(range(3, 12)), [200, 7, 31]]
+
+
+@pytest.fixture(scope="module")
+def twin():
+    return simulation(build(SMALL, random_weights(SMALL, seed=1, bias=0.3, logits=0.5)), 64)
+
+
+@pytest.fixture
+def engine(twin):
+    with Engine(twin, "cpu", max_tokens=64, blocks=2) as made:
+        yield made
+
+
+def test_there_are_100_prompts_of_code_all_different():
+    prompts = load_prompts()
+    assert len(prompts) == len({prompt.text for prompt in prompts}) == 100
+    assert all(1 <= len(prompt.text.splitlines()) <= 20 for prompt in prompts)
+    languages = [prompt.language for prompt in prompts]
+    assert languages.count("python") > 50 and len(set(languages)) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no prompts"),
+        (
+            '{"language": "c", "text": "int x"}\n{"language": "c"}',
+            "line 2: .* an object with language and text",
+        ),
+        ('{"language": "c", "text": 7}', "line 1: .* must be an object"),
+        ("[1]", "line 1: .* must be an object"),
+        ('{"language": "c", "text": " \\n"}', "line 1: the text is empty"),
+        ("def f():", "line 1: cannot be read as JSON"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, words):
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"p.jsonl.*{words}"):
+        load_prompts(tmp_path / "p.jsonl")
+    with pytest.raises(FileNotFoundError, match="come with the repository"):
+        load_prompts(tmp_path / "q.jsonl")
+
+
+def test_margins_are_those_of_greedy_text_and_of_another_token(twin):
+    ids = PROMPT[0]
+    tokens = list(generation.generate(twin, ids, 6, stop=()))
+    below, logits = margins(twin, ids, tokens)
+    assert below.tolist() == [0] * 6 and int(logits.argmax()) == tokens[-1]
+    other = [*tokens[:3], (tokens[3] + 1) % 257, *tokens[4:]]
+    below, _ = margins(twin, ids, other)
+    assert below[:3].tolist() == [0] * 3 and below[3] > 0
+    at = twin(torch.tensor([[*ids, *tokens[:3]]]))[0, -1]
+    assert below[3].item() == pytest.approx(((at.max() - at[other[3]]) / at.std()).item(), rel=1e-4)
+
+
+def test_the_engine_climbs(engine, twin):
+    results = climb(engine, twin, PROMPT, 5)
+    assert results["prompts"] == 2 and results["tokens"] == 5
+    assert results["parted"] == [] and results["equal"] + len(results["ties"]) == 2
+    assert 0 < results["logit_error"]["largest"] < 2e-3 and results["largest_margin"] <= TIE
+    assert engine.kv.free_pages == 4
+
+
+def test_a_tie_and_a_wrong_token_are_told_apart(twin, monkeypatch):
+    """The engine is stood in for by texts whose margins are known."""
+    real = margins(twin, PROMPT[0], [1])[1]
+    best, second = real.topk(2).indices.tolist()
+    gap = ((real[best] - real[second]) / real.std()).item()
+
+    class Fake:
+        logits = torch.ones(257)
+
+        def generate(self, ids, count, stop):
+            return [second] * count
+
+    for tie, kind in ((gap * 1.01, "ties"), (gap * 0.99, "parted")):
+        monkeypatch.setattr(bench_ladder, "TIE", tie)
+        results = climb(Fake(), twin, PROMPT[:1], 1)
+        assert results["equal"] == 0 and len(results["ties"]) + len(results["parted"]) == 1
+        assert results[kind] == [{"prompt": 0, "position": 0, "margin": pytest.approx(gap, rel=1e-4)}]
+        assert results["logit_error"]["largest"] > 0.1
+        words = ladder_words(results)
+        assert words.startswith("0 of 1 prompts") and "prompt 0 at token 0" in words
+    Fake.logits = torch.full((257,), float("nan"))
+    with pytest.raises(RuntimeError, match="prompt 0: the logits are not finite"):
+        climb(Fake(), twin, PROMPT[:1], 1)
+
+
+def test_the_tiny_model_climbs():
+    model, tokenizer = models.load("nanoqwen-tiny", torch.bfloat16)
+    results = validate(model, tokenizer, [Prompt("python", "def f("), Prompt("c", "int")], "cpu", 2, blocks=2)
+    assert results["mode"] == "eager" and results["tie"] == TIE
+    assert results["parted"] == [] and results["equal"] + len(results["ties"]) == 2
+
+
+def test_texts_that_part_are_not_recorded(monkeypatch, tmp_path):
+    results = {
+        "prompts": 1, "tokens": 1, "equal": 0, "ties": [], "parted": [{"prompt": 0, "position": 3, "margin": 0.5}],
+        "largest_margin": 0.5, "logit_error": {"largest": 0.1, "median": 0.1},
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_ladder.hardware, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(bench_ladder.models, "load", lambda *_: (None, None))
+    monkeypatch.setattr(bench_ladder, "weights_of", lambda name: "none")
+    monkeypatch.setattr(bench_ladder, "validate", lambda *_: results)
+    with pytest.raises(RuntimeError, match=r"not its simulation: .*'margin': 0.5.*nothing was saved"):
+        bench.RECORDS["ladder"](tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_there_is_no_record(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="needs a CUDA GPU"):
+        bench.RECORDS["ladder"](tmp_path)
+
+
+def test_the_sources_of_the_record_are_there():
+    assert [path for path in bench_ladder.SOURCES if not (REPO / path).is_file()] == []
+    assert PROMPTS.relative_to(REPO).as_posix() in bench_ladder.SOURCES
