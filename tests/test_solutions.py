@@ -1,9 +1,12 @@
 """The exercises' solutions are right: each is run against what its lesson checks."""
 
+import json
 import runpy
 
 import pytest
+import torch
 
+from nanoqwen import lesson
 from nanoqwen.config import SHAPES
 from nanoqwen.hardware import DATASHEETS
 from nanoqwen.ledger import ledger
@@ -30,3 +33,47 @@ def test_pays_from(tokens, wanted):
 def test_cache_bytes(model):
     got = solution("01_cache_bytes")["cache_bytes"](SHAPES[model], 1000)
     assert got == ledger(SHAPES[model], depth=1000).by_kind()["kv_read"]
+
+
+@pytest.fixture
+def judge():
+    """What the exercise of lesson 06 says of a loop: its own cells, run with that loop in the stub's place."""
+    cells = json.loads((NOTEBOOKS / "06_graph_capture.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    device, judged, cases = (
+        next(s for s in sources if s.startswith(f)) for f in ("class Device", "def judged", "cases")
+    )
+
+    def run(loop=None) -> bool:
+        names = {"torch": torch, "lesson": lesson}
+        exec(device, names)
+        if loop:
+            names["my_loop"] = loop
+        exec(judged, names)
+        exec(cases, names)
+        return names["solved"]
+
+    return run
+
+
+def test_the_loop_is_not_yet_until_its_solution_is_in(judge):
+    assert judge() is False
+    assert judge(solution("06_loop")["my_loop"]) is True
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ('"opening" if device.position % 16 == 0 else "plain"', '"plain"', "position 16 needs the graph 'opening'"),
+        ("min(look, most - len(tokens))", "look", "the last look is a short one: .*'steps': 48"),
+        ("min(look, most - len(tokens))", "1", "16 in flight: .*'looks': 38"),
+        ("if token in stop:", "if False:", "a look at each token: .*'looks': 40"),
+    ],
+)
+def test_a_wrong_loop_is_refused(judge, right, wrong, words):
+    text = (NOTEBOOKS / "solutions" / "06_loop.py").read_text(encoding="utf-8")
+    assert right in text
+    names = {}
+    exec(text.replace(right, wrong), names)
+    with pytest.raises(lesson.NotRight, match=words):
+        judge(names["my_loop"])
