@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from nanoqwen import hardware, records
-from nanoqwen.bench_gemv import captured, without_garbage
+from nanoqwen.bench_gemv import without_garbage
 from nanoqwen.config import SHAPES
 from nanoqwen.engine import Engine
 from nanoqwen.graphs import CHAIN
@@ -18,12 +21,10 @@ from nanoqwen.ledger import mbu
 from nanoqwen.measure import NOISE
 from nanoqwen.paths import RECORDS as FOLDER
 from nanoqwen.records import Record
-from nanoqwen.timing import percentiles, synchronize, time_calls
+from nanoqwen.timing import percentiles, synchronize
 
 SOURCES = (
-    *records.with_headers(
-        "embed.cu", "int4_ring.cu", "rope_append.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"
-    ),
+    *records.with_headers("embed.cu", "int4_ring.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"),
     "csrc/read_probe.cu",
     *(f"nanoqwen/kernels/{name}.py" for name in ("launch", "arguments", "int4", "int4_ring", "attention", "step")),
     *(f"nanoqwen/{name}.py" for name in ("engine", "engine_weights", "graphs", "paged_kv", "ledger")),
@@ -45,8 +46,8 @@ RUNGS = {
     "chain": ("chain", True),
 }
 """What each adds to the one before: the mode of `graphs.MODES`, and whether launches overlap."""
-STEPS, ROUNDS, WARM = 192, 3, CHAIN  # timed steps of a run; runs of each rung, in turn; steps before them
-REGION_ROUNDS, REGION_TIMES = 30, {"layers": 12, "once": 48}  # replays of a region, and how often its graph holds it
+STEPS, ROUNDS, WARM = 192, 2, CHAIN  # timed steps of a run; runs of each rung, in turn; steps before them
+SEEN = 40  # steps whose launches the profiler sees; the first eight are thrown away
 PROMPT, PROMPTS = 512, 10  # for the time to the first token
 TOLERANCE = 2e-2  # of the logits after the timed steps, beside a prompt of the same tokens through PyTorch's products
 
@@ -78,11 +79,12 @@ def record_engine(folder: Path = FOLDER) -> Record:
         "sample is the host's time from one look at the tokens to the next, over the tokens between: one in eager, two "
         f"graphs, one graph and fed back, {CHAIN} in the others. All rungs must make the same tokens, and the last "
         "logits must be those of a prompt of the same tokens through PyTorch's products. on_device: CUDA events after "
-        "consecutive replays of one graph a step, with pdl. regions: the launches of one kind, of all layers, alone in "
-        f"a graph, with pdl, {REGION_TIMES['layers']} times over ({REGION_TIMES['once']} what a step has once); what "
-        "fits the L2 then comes from there, such as the keys and values of a low depth. gap: on_device's median less "
-        "the regions'. ttft: from the call to the first token on the host, a prompt of "
-        f"{PROMPT} tokens through dequantised matrices. Bytes: the ledger's. Clocks left alone."
+        "consecutive replays of one graph a step, with pdl. regions: by the profiler's clock (CUPTI) in consecutive "
+        f"replays of that graph, {SEEN} steps, the first eight thrown away; a launch's time goes from the end of the one "
+        "before it, or from its own start if that is later, to its own end, and a region's is the sum over a step. gap: "
+        "the time of a step in which no launch runs. one_by_one: regions and gap without pdl. ttft: from the call to the "
+        f"first token on the host, a prompt of {PROMPT} tokens through dequantised matrices. Bytes: the ledger's. Clocks "
+        "left alone."
     )
     record = records.make("engine", results, protocol, SOURCES, device)
     path = records.save(record, folder)
@@ -126,10 +128,13 @@ def measure(
         if engine.device.type == "cuda":
             engine.use("in flight")
             entry["on_device"] = figures(replays(engine, ids, steps), nbytes, probe, spec)
-        entry["regions"] = regions(engine, ids)
-        whole = entry["on_device"]["seconds"]["p50"] if "on_device" in entry else None
-        if whole:
-            entry["gap_s"] = whole - sum(region["seconds"]["p50"] for region in entry["regions"].values())
+        entry |= timeline(engine, ids)
+        if "on_device" in entry:
+            explained = entry["gap"]["p50"] + sum(region["seconds"]["p50"] for region in entry["regions"].values())
+            entry["explained"] = explained / entry["on_device"]["seconds"]["p50"]
+            engine.pdl = False
+            entry["one_by_one"] = timeline(engine, ids)
+            engine.pdl = True
         results["depths"][str(depth)] = entry
     return results
 
@@ -179,32 +184,60 @@ def replays(engine: Engine, ids: Sequence[int], steps: int) -> list[float]:
     return _shown(engine, ids, steps, timed)
 
 
-def regions(engine: Engine, ids: Sequence[int], rounds: int = REGION_ROUNDS) -> dict:
-    """Seconds and launches of each kind of launch in a step, all its launches alone, back to back."""
-    parts: dict[str, list[Callable]] = {}
-    for name, launch, _ in engine.launches(engine.chooser()):
-        parts.setdefault(name.split()[-1], []).append(launch)
+def timeline(engine: Engine, ids: Sequence[int], steps: int = SEEN) -> dict:
+    """Where the time of a step goes, by the clock of its own launches.
 
-    def timed(launch: object, position: int) -> dict:
-        found, gpu = {}, engine.device.type == "cuda"
-        for name, launches in parts.items():
-            times = REGION_TIMES["layers" if len(launches) > 1 else "once"] if gpu else 1
-            replay = captured(
-                lambda launches=launches, times=times: [each() for each in launches * times], engine.device
-            )
+    Returns:
+        Of each kind of launch the seconds in which nothing before it ran any more, and the launches of a step; the
+        seconds in which none ran; and one step: each launch's name, start and end, in µs from the end of the step before.
 
-            def again(replay=replay) -> None:
-                replay()
-                engine.length.fill_(position)  # which the choice of a token has moved on
+    Raises:
+        RuntimeError: the profiler saw other launches than those of the steps.
+    """
+    names = [name.split()[-1] for name, _, _ in engine.launches(engine.chooser())]
+    spans = _shown(engine, ids, steps, partial(_spans, engine, steps))
+    if len(spans) != steps * len(names):
+        raise RuntimeError(f"the profiler saw {len(spans)} launches of {steps} steps of {len(names)}")
+    spans = spans[min(8, steps // 2) * len(names) :]
+    by_region: dict[str, list[float]] = {name: [] for name in names}
+    gaps, ended, lines = [], spans[len(names) - 1][1], []
+    for first in range(len(names), len(spans), len(names)):
+        parts, gap, begun, line = dict.fromkeys(names, 0.0), 0.0, ended, []
+        for name, (start, end) in zip(names, spans[first : first + len(names)], strict=True):
+            gap += max(0.0, start - ended)
+            parts[name] += max(0.0, end - max(start, ended))
+            ended = max(ended, end)
+            line.append([name, round(1e6 * (start - begun), 3), round(1e6 * (end - begun), 3)])
+        gaps.append(gap)
+        lines.append((ended - begun, line))
+        for name, seconds in parts.items():
+            by_region[name].append(seconds)
+    return {
+        "regions": {
+            name: {"seconds": percentiles(seconds).to_dict(), "launches": names.count(name)}
+            for name, seconds in by_region.items()
+        },
+        "gap": percentiles(gaps).to_dict(),
+        "step": sorted(lines)[len(lines) // 2][1],
+    }
 
-            seconds = time_calls(again, engine.device, rounds)
-            found[name] = {
-                "seconds": percentiles([each / times for each in seconds]).to_dict(),
-                "launches": len(launches),
-            }
-        return found
 
-    return _shown(engine, ids, WARM, timed)
+def _spans(engine: Engine, steps: int, launch: Callable[[int, int], None], position: int) -> list[tuple[float, float]]:
+    """Start and end in seconds of each launch of `steps` steps, in the order of their starts."""
+    if engine.device.type != "cuda":
+        spans = []
+        for _ in range(steps):
+            for _, each, _ in engine.launches(engine.chooser()):
+                started = time.perf_counter()
+                each()
+                spans.append((started, time.perf_counter()))
+        return spans
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for i in range(steps):
+            launch(1, position + i)
+        torch.cuda.synchronize()
+    ranges = [event.time_range for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return sorted((each.start / 1e6, each.end / 1e6) for each in ranges)
 
 
 def first_tokens(engine: Engine, ids: Sequence[int], count: int = PROMPTS) -> list[float]:
@@ -249,8 +282,9 @@ def engine_table(name: str, results: Mapping) -> str:
             )
         for region, f in entry["regions"].items():
             lines.append(f"  {region:<12} {1e6 * f['seconds']['p50']:>8.1f} µs in {f['launches']} launches")
-        if "gap_s" in entry:
-            lines.append(f"  {'gap':<12} {1e6 * entry['gap_s']:>8.1f} µs")
+        lines.append(f"  {'gap':<12} {1e6 * entry['gap']['p50']:>8.1f} µs")
+        if "explained" in entry:
+            lines.append(f"  regions and gap are {100 * entry['explained']:.1f} % of on_device")
     return "\n".join(lines)
 
 

@@ -1,13 +1,14 @@
 """The record `engine`: what it holds, what it refuses. On a CPU its times mean nothing, and are not looked at."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanoqwen import bench, bench_engine
-from nanoqwen.bench_engine import RUNGS, STEPS, WARM, check, engine_table, measure
+from nanoqwen.bench_engine import RUNGS, STEPS, WARM, check, engine_table, measure, timeline
 from nanoqwen.config import ModelConfig
 from nanoqwen.engine import Engine
 from nanoqwen.graphs import CHAIN, MODES
@@ -35,12 +36,36 @@ def test_a_measurement_has_every_rung_region_and_the_bytes_of_the_depth(engine):
         assert figures["bytes_per_s"] == pytest.approx(entry["bytes"] * figures["tokens_per_s"])
     launches = {name: region["launches"] for name, region in entry["regions"].items()}
     assert launches == {"embed": 1, "lm_head": 1, "choose": 1} | dict.fromkeys(
-        ("qkv_proj", "rope_append", "attention", "o_proj", "gate_up_proj", "down_proj"), 2
+        ("qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"), 2
     )
+    assert [name for name, *_ in entry["step"]] == ["embed", *list(launches)[1:-2] * 2, "lm_head", "choose"]
+    for (_, start, end), (_, later, _) in pairwise(entry["step"]):
+        assert 0 <= start <= end <= later
     json.dumps(results, allow_nan=False)
     table = engine_table("small", results)
     assert "random weights" in table and "eager, pdl" in table and "gate_up_proj" in table
     assert engine.kv.free_pages == 6
+
+
+def test_a_launch_counts_from_where_the_one_before_it_ended(engine, monkeypatch):
+    """Two steps of launches that overlap, and one of them late."""
+    names = [name.split()[-1] for name, _, _ in engine.launches(engine.chooser())]
+    n, late = len(names), names.index("attention")
+
+    def spans(engine, steps, launch, position):
+        made = [(i - 0.5, i + 1.0) for i in range(steps * n)]
+        return [(start + (0.75 if i % n == late else 0), end) for i, (start, end) in enumerate(made)]
+
+    monkeypatch.setattr(bench_engine, "_spans", spans)
+    found = timeline(engine, list(range(20)), 4)
+    assert found["gap"]["p50"] == 0.25 and found["regions"]["attention"]["seconds"]["p50"] == 1.75
+    assert found["regions"]["o_proj"] == {"seconds": found["regions"]["o_proj"]["seconds"], "launches": 2}
+    assert found["regions"]["o_proj"]["seconds"]["p50"] == 2.0
+    assert sum(region["seconds"]["p50"] for region in found["regions"].values()) + 0.25 == n
+    assert found["step"][1] == [names[1], 5e5, 2e6]
+    monkeypatch.setattr(bench_engine, "_spans", lambda *how: spans(*how)[1:])
+    with pytest.raises(RuntimeError, match=rf"the profiler saw {4 * n - 1} launches of 4 steps of {n}"):
+        timeline(engine, list(range(20)), 4)
 
 
 def test_rungs_that_make_other_tokens_are_refused(engine, monkeypatch):
