@@ -17,11 +17,11 @@ from torch import Tensor
 
 from nanoqwen import kernels, models
 from nanoqwen.config import ModelConfig
-from nanoqwen.engine_weights import Layer, Matrix, Weights, check_shapes, group_of, weight_bytes
+from nanoqwen.engine_weights import Layer, Matrix, Weights, check_shapes, group_of, step_ledger, weight_bytes
 from nanoqwen.generation import Sampler
 from nanoqwen.graphs import MODES, launcher
 from nanoqwen.kernels.launch import sms
-from nanoqwen.ledger import Grouped, Ledger, ledger
+from nanoqwen.ledger import Ledger
 from nanoqwen.packing import GROUP_SIZE, PAGE_SIZE
 from nanoqwen.paged_kv import PagedKV
 from nanoqwen.reference import Qwen2, rope_tables, rotate
@@ -468,10 +468,7 @@ class Engine:
 
     def ledger(self, depth: int) -> Ledger:
         """The bytes that a step moves, `depth` tokens deep."""
-        int4, half = Grouped(4, self.weights.group), torch.float16
-        forms = dict.fromkeys(("qkv", "o", "gate_up", "down"), int4) | {"bias": torch.float32}
-        forms |= dict.fromkeys(("norm", "kv_read", "kv_write"), half)
-        return ledger(self.config, forms | {"default": self.weights.head.dtype}, depth)
+        return step_ledger(self.config, depth, self.weights.group, self.weights.head.dtype)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -16,6 +16,7 @@ from nanoqwen import kernels, packing, quantize
 from nanoqwen.config import ModelConfig
 from nanoqwen.kernels.arguments import ALIGNMENT
 from nanoqwen.kernels.attention import HEAD_DIMS, MAX_GROUP
+from nanoqwen.ledger import Grouped, Ledger, ledger
 from nanoqwen.packing import FRAGMENT, GROUP_SIZE
 from nanoqwen.quantize import FP16_MAX, QuantizedLinear
 from nanoqwen.reference import Qwen2
@@ -192,6 +193,17 @@ def weight_bytes(config: ModelConfig, group: int) -> dict[str, int]:
     elements = sum(map(math.prod, matrices))
     vocabulary = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return {"INT4 weights": elements // 2 + elements // group * 2, "embedding and head": 2 * vocabulary}
+
+
+def step_ledger(config: ModelConfig, depth: int, group: int = GROUP_SIZE, head: torch.dtype = torch.bfloat16) -> Ledger:
+    """The bytes that a step moves with `Weights` of this shape: INT4 in groups, fp16 norms and cache, fp32 biases.
+
+    Args:
+        depth: tokens in the cache. head: of the embedding and of lm_head.
+    """
+    forms = dict.fromkeys(("qkv", "o", "gate_up", "down"), Grouped(4, group)) | {"bias": torch.float32}
+    forms |= dict.fromkeys(("norm", "kv_read", "kv_write"), torch.float16)
+    return ledger(config, forms | {"default": head}, depth)
 
 
 def _matrix(name: str, linear: nn.Module, device, group: int, method: str) -> Matrix:

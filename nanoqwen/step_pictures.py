@@ -5,15 +5,13 @@ All but the first are drawn from the record `engine`: whatever rungs and regions
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from matplotlib import rc_context
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
-from nanoqwen.config import ModelConfig
-from nanoqwen.ledger import Grouped, Ledger, Row, ledger
+from nanoqwen.ledger import Ledger, Row
 from nanoqwen.lesson import FIGURE_STYLE
 from nanoqwen.records import Record
 from nanoqwen.roofline import OKABE_ITO, Plot, check_label
@@ -31,20 +29,6 @@ _REGIONS = {
     "lm_head": "lm_head",
     "kv_read": "attention",
 }
-
-
-def step_ledger(
-    config: ModelConfig, depth: int, group: int = 128, head: torch.dtype = torch.bfloat16, name: str | None = None
-) -> Ledger:
-    """The bytes of a step of the engine, from the shape alone: INT4 in groups, fp16 norms and cache, fp32 biases.
-
-    Args:
-        head: of the embedding and of lm_head.
-        name: the model's, for the title.
-    """
-    forms = dict.fromkeys(("qkv", "o", "gate_up", "down"), Grouped(4, group)) | {"bias": torch.float32}
-    forms |= dict.fromkeys(("norm", "kv_read", "kv_write"), torch.float16)
-    return ledger(config, forms | {"default": head}, depth, name=name)
 
 
 def region_bytes(of: Ledger, regions: Collection[str]) -> dict[str, int]:

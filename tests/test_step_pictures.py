@@ -10,6 +10,7 @@ from nanoqwen import records
 from nanoqwen.bench_engine import SIZES
 from nanoqwen.config import ModelConfig
 from nanoqwen.engine import Engine
+from nanoqwen.engine_weights import step_ledger
 from nanoqwen.records import Record
 from nanoqwen.step_pictures import (
     plot_bytes_and_time,
@@ -17,7 +18,6 @@ from nanoqwen.step_pictures import (
     plot_slots,
     plot_step,
     region_bytes,
-    step_ledger,
     step_order,
 )
 
