@@ -4,6 +4,7 @@ All but the first are drawn from the record `engine`: whatever rungs and regions
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from matplotlib import rc_context
 from matplotlib.colors import ListedColormap, to_rgb
@@ -17,8 +18,9 @@ from nanoqwen.records import Record
 from nanoqwen.roofline import OKABE_ITO, Plot, check_label
 
 _BLUE, _ORANGE = OKABE_ITO[:2]
-_INK, _PALE, _GREY = "#222222", "#EEEEEE", "#999999"
+_INK = "#222222"
 _COLOURS = (*OKABE_ITO[:6], OKABE_ITO[9], OKABE_ITO[8], OKABE_ITO[6])
+Launch = tuple[str, float, float]  # name, start, end
 _REGIONS = {
     "embed": "embed",
     "qkv": "qkv_proj",
@@ -28,29 +30,27 @@ _REGIONS = {
     "down": "down_proj",
     "lm_head": "lm_head",
     "kv_read": "attention",
+    "kv_write": "attention",
 }
 
 
 def region_bytes(of: Ledger, regions: Collection[str]) -> dict[str, int]:
     """A step's bytes, each where the launch that moves it stands; what moves none of the ledger's has 0.
 
-    The norm before a matrix is that matrix's; the new keys and values are those of `rope_append`, or of `attention`
-    where that one stores them too.
+    The norm before a matrix is that matrix's; the new keys and values are attention's, which stores them.
 
     Raises:
         ValueError: a tensor of a region that is not among `regions`.
     """
     found = dict.fromkeys(regions, 0)
     for row in of.rows:
-        if (region := _region(row, regions)) not in found:
+        if (region := _region(row)) not in found:
             raise ValueError(f"{row.name} is moved by {region!r}, which is none of the regions {', '.join(regions)}")
         found[region] += row.bytes
     return found
 
 
-def _region(row: Row, regions: Collection[str]) -> str:
-    if row.kind == "kv_write":
-        return "rope_append" if "rope_append" in regions else "attention"
+def _region(row: Row) -> str:
     if row.kind == "norm":
         if "input_layernorm" in row.name:
             return "qkv_proj"
@@ -109,54 +109,66 @@ def plot_ladder(record: Record, size: str, depth: str, label: str = "recorded") 
 
 
 def plot_step(record: Record, size: str, depth: str, nbytes: Mapping[str, int], label: str = "recorded") -> Plot:
-    """A step along the clock: all its launches, then one layer of them above the times that their bytes need.
+    """A step along the clock, with PDL and without: all its launches, and below them one layer from the middle.
 
-    Launches of one region have the same length, that of their mean. What the regions do not explain, the gap, stands
-    at the end: where in the step it lies is not known.
+    Strong colour is exposed time, from the end of the launch before; pale is what a launch does before that. Where
+    nothing is drawn nothing runs. A layer's launches have as many rows as run at once, then the times that their
+    bytes need.
 
     Args:
         nbytes: of `region_bytes`.
     """
     entry = record.results["sizes"][size]["depths"][depth]
+    regions, steps = entry["regions"], {"with PDL": entry["step"], "one by one": entry["one_by_one"]["step"]}
     rate = record.results["ceilings"]["read_probe"]["bytes_per_s"]
-    each = {n: 1e6 * r["seconds"]["p50"] / r["launches"] for n, r in entry["regions"].items()}  # µs
-    whole = sum(region["seconds"]["p50"] for region in entry["regions"].values())
-    thin = [n for n, region in entry["regions"].items() if region["seconds"]["p50"] < 0.01 * whole]  # to be seen
-    colours = dict(zip((n for n in each if n not in thin), _COLOURS, strict=False)) | dict.fromkeys(thin, _INK)
-    order = step_order({name: region["launches"] for name, region in entry["regions"].items()})
-    layer = [name for name in each if entry["regions"][name]["launches"] > 1]
+    least = 0.01 * sum(region["seconds"]["p50"] for region in regions.values())
+    thin = [name for name, region in regions.items() if region["seconds"]["p50"] < least]  # to be seen
+    colours = dict(zip((n for n in regions if n not in thin), _COLOURS, strict=False)) | dict.fromkeys(thin, _INK)
     with rc_context(FIGURE_STYLE):
-        figure, (above, below) = _figure(7.6, 4.3, f"{size}, {int(depth):,} tokens deep, {record.device}", label, 2)
-        end = _row(above, 0, order, {n: t / 1e3 for n, t in each.items()}, colours)
-        if (gap := 1e3 * entry.get("gap_s", 0)) > 0:
-            above.barh(0, gap, left=end, color=_PALE, hatch="xxx", edgecolor=_GREY, lw=0.4, height=0.7)
-        above.set(xlabel="ms", yticks=[0], yticklabels=["a step"], title="all launches of a token")
-        end = _row(below, 0, layer, each, colours, named=True)
-        _row(below, 1, layer, {n: 1e6 * nbytes[n] / entry["regions"][n]["launches"] / rate for n in layer}, colours)
-        below.set(xlabel="µs", yticks=[0, 1], xlim=(0, 1.02 * end), title="one layer of it")
-        below.set_yticklabels([label.split(":")[0].split(",")[0], "its bytes at the\nprobe's speed"])
-        below.invert_yaxis()
+        figure, (above, below) = _figure(7.6, 5.4, f"{size}, {int(depth):,} tokens deep, {record.device}", label, 2)
+        ticks, row, left, right = {}, 0, 0.0, 0.0
+        for y, (name, step) in enumerate(steps.items()):
+            _row(above, [y] * len(step), [(n, start / 1e3, end / 1e3) for n, start, end in step], colours)
+            layer = _layer(step)
+            rows = [row + at for at in _first_free(layer)]
+            _row(below, rows, layer, colours, detail=True)
+            ticks[(row + max(rows)) / 2], row = name, max(rows) + 1
+            left, right = min(left, layer[1][1]), max(right, layer[-1][2])
+        ends = list(accumulate((1e6 * nbytes[n] / regions[n]["launches"] / rate for n, *_ in layer[1:]), initial=0.0))
+        floor = [(n, *span) for (n, *_), span in zip(layer[1:], pairwise(ends), strict=True)]
+        _row(below, [row] * len(floor), floor, colours)
+        ticks[row], edge = "its bytes at the\nprobe's speed", 0.02 * (right - left)
+        above.set(xlabel="ms", xlim=(0, None), yticks=range(2), yticklabels=steps, title="all launches of a token")
+        below.set(xlabel="µs from the end of the launch before", title="one layer of it")
+        below.set(yticks=list(ticks), yticklabels=ticks.values(), xlim=(left - edge, right + edge))
         for axis in (above, below):
+            axis.invert_yaxis()
             axis.grid(False, axis="y")
-        handles = [above.barh(0, 0, color=colours[name], label=name) for name in each if name not in thin]
-        handles += [above.barh(0, 0, color=_INK, label=", ".join(thin))] * bool(thin)
-        handles += [above.barh(0, 0, color=_PALE, hatch="xxx", edgecolor=_GREY, lw=0.4, label="gap")] * (gap > 0)
+        handles = [Rectangle((0, 0), 1, 1, color=colours[name], label=name) for name in regions if name not in thin]
+        handles += [Rectangle((0, 0), 1, 1, color=_INK, label=", ".join(thin))] * bool(thin)
         figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
     return figure
 
 
-def step_order(launches: Mapping[str, int]) -> list[str]:
-    """A step's launches one after another, by name: what is launched once stands before or behind all layers.
+def _layer(step: Sequence[Launch]) -> list[Launch]:
+    """A layer from the middle of a step, and before it the launch at whose end its clock starts."""
+    names = [name for name, *_ in step]
+    first = next(name for name in names if names.count(name) > 1)
+    starts = [i for i, name in enumerate(names) if name == first]
+    at = starts[(len(starts) - 1) // 2]
+    part = step[at - 1 : at + starts[1] - starts[0]]
+    return [(name, start - part[0][2], end - part[0][2]) for name, start, end in part]
 
-    Args:
-        launches: of each name in a whole step, in the order in which names come first.
-    """
-    names = list(launches)
-    in_layers = [name for name in names if launches[name] > 1]
-    if not in_layers:
-        return names
-    first, last = names.index(in_layers[0]), names.index(in_layers[-1])
-    return [*names[:first], *in_layers * launches[in_layers[0]], *names[last + 1 :]]
+
+def _first_free(launches: Sequence[Launch]) -> list[int]:
+    """A row for each launch: the first in which the one before has ended."""
+    ends: list[float] = []
+    rows = []
+    for _, start, end in launches:
+        row = next((i for i, ended in enumerate(ends) if ended <= start), len(ends))
+        ends[row : row + 1] = [end]
+        rows.append(row)
+    return rows
 
 
 def plot_bytes_and_time(
@@ -165,7 +177,9 @@ def plot_bytes_and_time(
     nbytes: Mapping[str, Mapping[str, int]],
     label: str = "recorded",
 ) -> Plot:
-    """Microseconds of a launch against the bytes that it moves, above what the read probe needs for them.
+    """Exposed microseconds of a launch with PDL against its bytes; a tail leads to what it takes without.
+
+    The read probe's speed is no bound for one launch with PDL: some of its bytes may come before its exposed time.
 
     Args:
         depths: by size, which of its depths.
@@ -178,15 +192,16 @@ def plot_bytes_and_time(
         figure, axis = _figure(7.6, 4.9, f"One launch of a step, {record.device}", label)
         lowest, most = 1e9, 0.0
         for colour, (size, of) in zip(OKABE_ITO, nbytes.items(), strict=False):
-            found = record.results["sizes"][size]["depths"][depths[size]]["regions"]
-            for name in (n for n in found if of[n]):
-                x, y = (v / found[name]["launches"] for v in (of[name], 1e6 * found[name]["seconds"]["p50"]))
+            entry = record.results["sizes"][size]["depths"][depths[size]]
+            for name in (n for n in entry["regions"] if of[n]):
+                both = [entry["regions"][name], entry["one_by_one"]["regions"][name]]
+                x, (y, without) = of[name] / both[0]["launches"], (_each(region) for region in both)
                 axis.plot(x, y, marks[name], color=colour, ms=8, mec=_INK, mew=0.6, zorder=3)
-                lowest, most = min(lowest, y), max(most, x)
+                axis.vlines(x, y, without, color=colour, lw=1.6)
+                lowest, most = min(lowest, y, without), max(most, x)
         x = [rate * lowest / 4e6, 2 * most]  # from a quarter of the shortest time on
         floor = [1e6 * v / rate for v in x]
         axis.plot(x, floor, color=_INK, lw=1.6)
-        axis.fill_between(x, floor, floor[0], color=_PALE)
         axis.set(xscale="log", yscale="log", xlabel="bytes of one launch", ylabel="µs", ylim=(floor[0], None))
         axis.xaxis.set_major_formatter(FuncFormatter(_with_unit))
         axis.yaxis.set_major_formatter("{x:g}")
@@ -199,6 +214,11 @@ def plot_bytes_and_time(
     return figure
 
 
+def _each(region: Mapping) -> float:
+    """Microseconds of one launch."""
+    return 1e6 * region["seconds"]["p50"] / region["launches"]
+
+
 def _with_unit(nbytes: float, _) -> str:
     for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= scale:
@@ -206,19 +226,19 @@ def _with_unit(nbytes: float, _) -> str:
     return f"{nbytes:g} B"
 
 
-def _row(axis, y: float, names: Sequence[str], lengths: Mapping[str, float], colours: Mapping, named: bool = False):
-    """Bars one behind the other; where the last one ends."""
-    at, whole = 0.0, sum(lengths[name] for name in names)
-    for name in names:
-        edge = {"edgecolor": "#FFFFFF", "lw": 0.5 if named else 0.1}
-        axis.barh(y, lengths[name], left=at, color=colours[name], height=0.7, **edge)
-        if named and lengths[name] > 0.06 * whole:
+def _row(axis, rows: Sequence[int], launches: Sequence[Launch], colours: Mapping[str, str], detail: bool = False):
+    """Launches as bars of their exposed time; with `detail` also what lies before, and all but one in figures."""
+    ended, whole = launches[0][1], launches[-1][2]
+    for i, (row, (name, start, end)) in enumerate(zip(rows, launches, strict=True)):
+        alone = min(max(start, ended), end)
+        axis.barh(row, end - alone, left=alone, color=colours[name], height=0.7)
+        if detail:
+            axis.barh(row, alone - start, left=start, color=colours[name], alpha=0.3, height=0.7)
+        if detail and i and end - alone > 0.05 * whole:
             ink = "#FFFFFF" if sum(to_rgb(colours[name])) < 1.3 else _INK
-            axis.text(
-                at + lengths[name] / 2, y, f"{lengths[name]:.3g}", ha="center", va="center", fontsize=9, color=ink
-            )
-        at += lengths[name]
-    return at
+            middle = (alone + end) / 2
+            axis.text(middle, row, f"{end - alone:.3g}", ha="center", va="center", fontsize=8.5, color=ink)
+        ended = max(ended, end)
 
 
 def _figure(width: float, height: float, title: str, label: str, rows: int = 1):
