@@ -1,6 +1,5 @@
 """The record `attention`: how long one query takes at each step of lesson 05's ladder, beside torch, by context."""
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoqwen import hardware, kernels, records
-from nanoqwen.bench_gemv import captured, time_replays
+from nanoqwen.bench_gemv import calls_per_replay, captured, time_replays, without_garbage
 from nanoqwen.ledger import below_ceiling
 from nanoqwen.packing import PAGE_SIZE
 from nanoqwen.paged_kv import PagedKV
@@ -58,7 +57,6 @@ SIZES = {"7B": (28, 4, 128), "0.5B": (14, 2, 64)}  # query heads, KV heads, head
 CONTEXTS = (128, 512, 1024, 4096, 8192, 16384, 32768)
 ROUNDS = 24
 REPLAY_S = 2e-3  # a replay lasts about so long, so that the gap between two replays does not show
-SLOW_REPLAY_S = 20e-3  # a kernel whose replay would last longer makes fewer calls in it
 TOLERANCE = 3e-3  # of bf16 answers
 TORCH_TOLERANCE = 4  # times as much
 
@@ -73,12 +71,8 @@ def record_attention(folder: Path = FOLDER) -> Record:
         raise RuntimeError("the record 'attention' needs a CUDA GPU: the SIMT machine has no clock")
     device = hardware.default_device()
     machine = hardware.machine(device)
-    gc.collect()
-    gc.freeze()  # torch collects garbage before each of many captures: let it not walk through the imports
-    try:
+    with without_garbage():
         results = measure(device, SIZES, CONTEXTS, rotate_bytes=3 * machine.cache)
-    finally:
-        gc.unfreeze()
     protocol = (
         "bf16, one query token, normal data, one process. Cold: caches rotated over at least 3 x L2, so that each call "
         "reads keys and values that the L2 no longer holds. Pages in random order, a table for "
@@ -209,7 +203,7 @@ class Rotation:
             call = self._contender(**how)
             kept.append(call)
             seconds = min(time_calls(lambda call=call: call(0), self.device, 3, 1))
-            calls[name] = self._calls(seconds, replay_s)
+            calls[name] = calls_per_replay(seconds, self.copies, False, replay_s)
             outputs[name] = {}
 
             def run(call=call, answers=outputs[name], count=calls[name]):
@@ -236,14 +230,6 @@ class Rotation:
             how["workspace"] = kernels.attention_workspace(kv_heads, head_dim, splits, self.q.dtype, self.device)
         length = self.before if how.get("appended") else self.length
         return lambda i: function(self.q, self.pool[i], self.table, length, **how)
-
-    def _calls(self, seconds: float, replay_s: float) -> int:
-        """Calls in one replay: whole rounds of the copies, or fewer of a slow kernel, which begins with the first:
-        cold all the same, since the kernels before it have read the last copies."""
-        wanted = max(1, round(replay_s / seconds))
-        if self.copies * seconds > SLOW_REPLAY_S:
-            return min(wanted, self.copies)
-        return self.copies * -(-wanted // self.copies)
 
     def _check(self, outputs: Mapping[str, Mapping[int, Tensor]]) -> None:
         q = self.q.double().unflatten(0, (self.k.shape[1], -1))  # (kv_heads, group, D)

@@ -48,7 +48,7 @@ PEERS = {
     "llama.cpp": "llama-cpp-python on the GGUF file",
 }
 DEPTHS = (128, 1024, 4096, 16384)
-STEPS, ROUNDS, FIRSTS = 128, 3, 10
+STEPS, ROUNDS, FIRSTS = 128, 3, 5
 MODEL, TEXT, TEXT_TOKENS = "qwen2.5-coder-0.5b", "def quicksort(a):", 64
 
 
@@ -347,7 +347,7 @@ def scoreboard(
     if plan is None:
         here = dict.fromkeys(PEERS, (128,))
         plan = {
-            "qwen2.5-coder-7b": (True, DEPTHS, dict.fromkeys(PEERS, (128, 4096))),
+            "qwen2.5-coder-7b": (True, DEPTHS, here | dict.fromkeys(("torch-bf16-graph", "torch-int4"), (128, 4096))),
             "qwen2.5-coder-1.5b": (True, (128,), {}),
             MODEL: (False, (128,), here),
         }

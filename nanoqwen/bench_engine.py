@@ -80,11 +80,11 @@ def record_engine(folder: Path = FOLDER) -> Record:
         f"graphs, one graph and fed back, {CHAIN} in the others. All rungs must make the same tokens, and the last "
         "logits must be those of a prompt of the same tokens through PyTorch's products. on_device: CUDA events after "
         "consecutive replays of one graph a step, with pdl. regions: by the profiler's clock (CUPTI) in consecutive "
-        f"replays of that graph, {SEEN} steps, the first eight thrown away; a launch's time goes from the end of the one "
-        "before it, or from its own start if that is later, to its own end, and a region's is the sum over a step. gap: "
-        "the time of a step in which no launch runs. one_by_one: regions and gap without pdl. ttft: from the call to the "
-        f"first token on the host, a prompt of {PROMPT} tokens through dequantised matrices. Bytes: the ledger's. Clocks "
-        "left alone."
+        f"replays of that graph, {SEEN} steps, the first eight thrown away; a launch's time goes from the end of the "
+        "one before it, or from its own start if that is later, to its own end, and a region's is the sum over a step. "
+        "gap: the time of a step in which no launch runs. one_by_one: regions and gap without pdl. ttft: from the call "
+        f"to the first token on the host, a prompt of {PROMPT} tokens through dequantised matrices. Bytes: the "
+        "ledger's. Clocks left alone."
     )
     record = records.make("engine", results, protocol, SOURCES, device)
     path = records.save(record, folder)
@@ -189,7 +189,8 @@ def timeline(engine: Engine, ids: Sequence[int], steps: int = SEEN) -> dict:
 
     Returns:
         Of each kind of launch the seconds in which nothing before it ran any more, and the launches of a step; the
-        seconds in which none ran; and one step: each launch's name, start and end, in µs from the end of the step before.
+        seconds in which none ran; and one step: each launch's name, start and end, in µs from the end of the step
+        before.
 
     Raises:
         RuntimeError: the profiler saw other launches than those of the steps.

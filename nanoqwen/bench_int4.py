@@ -166,7 +166,7 @@ class Weights:
 
     @functools.cached_property
     def torch_int4(self) -> list[tuple[Tensor, Tensor]]:
-        return [_for_torch(v, s) for v, s in zip(self.values, self.scales, strict=True)]
+        return [for_torch(v, s) for v, s in zip(self.values, self.scales, strict=True)]
 
     @functools.cached_property
     def awq(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -197,7 +197,7 @@ def _scaled(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return grouped.mul_(scales.to(dtype).unsqueeze(-1)).flatten(1)
 
 
-def _for_torch(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def for_torch(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Words, and scales with zero-points, as torch's int4 product wants them: (value + 8 − 8) · scale + 0."""
     high, low = (values + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)  # the even columns are the high nibbles
     if values.is_cuda:
@@ -222,7 +222,8 @@ def for_awq(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed((values + 8).T), packed(torch.full_like(steps, 8)), steps
 
 
-def _torch_int4(x: Tensor, words: Tensor, scales_and_zeros: Tensor) -> Tensor:
+def torch_int4_mm(x: Tensor, words: Tensor, scales_and_zeros: Tensor) -> Tensor:
+    """x Wᵀ by torch's INT4 kernel: x (tokens, cols) bfloat16, the rest of `for_torch`; y (tokens, rows) bfloat16."""
     cuda = x.is_cuda
     product = torch.ops.aten._weight_int4pack_mm if cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
     return product(x, words, GROUP_SIZE, scales_and_zeros)
@@ -265,7 +266,7 @@ class Race:
             theirs = w.torch_int4
 
             def call(i: int) -> None:
-                outputs[i] = _torch_int4(x_bf16, *theirs[i])
+                outputs[i] = torch_int4_mm(x_bf16, *theirs[i])
 
         elif name == "dequantise":
             packed, full = w.awq, torch.empty(w.cols, w.rows, dtype=torch.bfloat16, device=w.device)

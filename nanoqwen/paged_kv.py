@@ -12,6 +12,7 @@ Pages: Kwon et al., 2023 (arXiv 2309.06180); lesson 05.
     b = cache.fork(a)                                   # the same 100 tokens, at no cost
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -68,9 +69,10 @@ class PagedKV:
         if dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"dtype is {dtype}; it must be torch.float16 or torch.bfloat16")
         if (size := 2 * page_size * head_dim * dtype.itemsize) % ALIGNMENT:
+            fits = ALIGNMENT // math.gcd(ALIGNMENT, size // page_size)
             raise ValueError(
                 f"a page of {page_size} tokens with head_dim {head_dim} is {size} bytes for a KV head; it must be a "
-                f"multiple of {ALIGNMENT}: use page_size {PAGE_SIZE}"
+                f"multiple of {ALIGNMENT}: use a page_size that is a multiple of {fits}"
             )
         self.page_size, self.max_pages = page_size, max_pages
         self.pool = torch.empty(layers, pages, kv_heads, 2, page_size, head_dim, dtype=dtype, device=device)

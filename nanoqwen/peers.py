@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoqwen.bench_engine import WARM
 from nanoqwen.bench_gemv import captured
-from nanoqwen.bench_int4 import _for_torch, _torch_int4
+from nanoqwen.bench_int4 import for_torch, torch_int4_mm
 from nanoqwen.checkpoint import find_gguf, open_checkpoint
 from nanoqwen.config import ModelConfig
 from nanoqwen.gguf_convert import open_gguf
@@ -90,7 +90,7 @@ class TorchDecoder:
             if not int4:
                 return joined
             made = quantize(joined, GROUP_SIZE, "rtn")
-            return _for_torch(made.values, made.scales)
+            return for_torch(made.values, made.scales)
 
         self.layers = []
         for layer in (f"model.layers.{i}" for i in range(config.num_hidden_layers)):
@@ -198,7 +198,7 @@ class TorchDecoder:
     def _times(self, x: Tensor, matrix: Tensor | tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
         if not self.int4:
             return F.linear(x, matrix, bias)
-        y = _torch_int4(x, *matrix)
+        y = torch_int4_mm(x, *matrix)
         return y if bias is None else y + bias
 
 

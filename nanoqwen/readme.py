@@ -11,14 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanoqwen import bench_int4, records
+from nanoqwen.bench_e2e import OURS
 from nanoqwen.bench_gemv import ladder
 from nanoqwen.counters import GLOBAL, parity_table
+from nanoqwen.hardware import spec_for
 from nanoqwen.paths import DATA, REPO
 from nanoqwen.records import Record
 from nanoqwen.roofline import OKABE_ITO, Bar, plot_mbu
 
-FIGURE = DATA / "figures" / "ladder.png"
 SHAPE = "7B gate_up"
+SCORED, DEPTH = "qwen2.5-coder-7b", "128"
 GPU = "NVIDIA H200"
 CHANGES = {
     "naive": "one thread a row",
@@ -41,6 +43,11 @@ INT4_CHANGES = {
     "torch_int4": "`_weight_int4pack_mm`",
     "torch_bf16": "cuBLAS, 16-bit weights",
 }
+WEIGHTS = dict.fromkeys(("transformers", "torch-bf16-eager", "torch-bf16-graph"), "bf16") | {
+    "torch-int4": "INT4 g128, bf16 head",
+    OURS: "INT4 g128, 16-bit head",
+}
+"""What each contender of the scoreboard reads."""
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -60,6 +67,52 @@ def with_section(page: str, name: str, body: str) -> str:
     if not found_start or not found_end:
         raise ValueError(f"the page lacks the lines {start} and {end}")
     return f"{before}{start}\n{body}{end}{after}"
+
+
+def scoreboard_section(record: Record) -> str:
+    """The README's table of whole decode steps, ours beside others, in Markdown, with its figure."""
+    contenders = _scored(record)
+    probe = record.results["ceilings"]["read_probe"]["bytes_per_s"]
+    lines = [
+        "## How fast",
+        "",
+        f"One token after the other, batch 1, sampling included, {DEPTH} tokens deep: the 7B's shape with random "
+        f"weights. All in turn in one process on one {record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s.",
+        "",
+        "| | weights | GB a token | tok/s | % of the datasheet's bandwidth | % of the read probe | our speed over it | "
+        "first of 512 tokens, ms |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, (each, f) in contenders.items():
+        over = f"{f['over_ours']['p50']:.2f} ×" if "over_ours" in f else ""
+        lines.append(
+            f"| {_words_of(record, name)} | {WEIGHTS[name]} | {f['bytes'] / 1e9:.2f} | {f['tokens_per_s']:,.0f} "
+            f"| {100 * f['mbu_datasheet']:.1f} | {100 * f['mbu_probe']:.1f} | {over} "
+            f"| {1e3 * each['ttft']['p50']:.1f} |"
+        )
+    left = record.results["models"][SCORED]["left_out"]
+    lines += ["", f"Left out: {'; '.join(f'{name} ({why})' for name, why in left.items())}."] if left else []
+    picture = FIGURES["scoreboard"][0].relative_to(REPO).as_posix()
+    lines += [
+        "",
+        "[Lesson 06](notebooks/06_graph_capture.ipynb) shows what each way to launch a step is worth, and "
+        "[lesson 07](notebooks/07_scoreboard.ipynb) where the rest of the time is, and where we lose.",
+        "",
+        f"![Tokens a second and the share of the memory's bandwidth]({picture})",
+        "",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _scored(record: Record) -> dict[str, tuple[dict, dict]]:
+    """The contenders at `DEPTH`, the slowest first: all of each, and its figures there."""
+    found = record.results["models"][SCORED]["contenders"]
+    there = {name: (each, each["depths"][DEPTH]) for name, each in found.items() if DEPTH in each["depths"]}
+    return dict(sorted(there.items(), key=lambda item: item[1][1]["tokens_per_s"]))
+
+
+def _words_of(record: Record, name: str) -> str:
+    return "**nanoqwen**" if name == OURS else record.results["peers"][name]
 
 
 def ladder_section(record: Record) -> str:
@@ -85,7 +138,7 @@ def ladder_section(record: Record) -> str:
         "",
         "Such a large matrix needs the last step least; [lesson 03](notebooks/03_coalesced_gemv.ipynb) has the others.",
         "",
-        f"![The ladder as a share of the read probe]({FIGURE.relative_to(REPO).as_posix()})",
+        f"![The ladder as a share of the read probe]({FIGURES['ladder'][0].relative_to(REPO).as_posix()})",
         "",
     ]
     return "\n".join(lines) + "\n"
@@ -203,6 +256,7 @@ def parity_section(record: Record) -> str:
 
 
 SECTIONS: dict[str, tuple[Path, str, Callable[[Record], str]]] = {
+    "scoreboard": (REPO / "README.md", "scoreboard", scoreboard_section),
     "ladder": (REPO / "README.md", "gemv", ladder_section),
     "int4": (REPO / "README.md", "int4", int4_section),
     "parity": (REPO / "csrc" / "simt" / "README.md", "counters", parity_section),
@@ -235,10 +289,37 @@ def plot_ladder(record: Record):
     return figure
 
 
-def figure_source(record: Record) -> str:
-    """The hash of the figures that a picture shows; the PNG carries it."""
-    shown = [(r.kernel, r.rate, r.of_probe) for r in ladder(record, SHAPE)]
-    return hashlib.sha256(repr((record.device, shown)).encode()).hexdigest()
+def shown_ladder(record: Record) -> list:
+    """What `plot_ladder` draws."""
+    return [(r.kernel, r.rate, r.of_probe) for r in ladder(record, SHAPE)]
+
+
+def plot_scoreboard(record: Record):
+    """Tokens a second of each contender, and the share of the datasheet's bandwidth that its bytes make of them."""
+    bars = [Bar(name, rate, share) for name, rate, share in shown_scoreboard(record)]
+    probe = record.results["ceilings"]["read_probe"]["bytes_per_s"] / spec_for(record.device).bandwidth
+    title = f"{SCORED}, {DEPTH} tokens deep, batch 1"
+    figure = plot_mbu(bars, "the datasheet's bandwidth", f"recorded, {record.device}", title, probe)
+    for patch, bar in zip(figure.axes[0].patches, bars, strict=False):
+        patch.set_facecolor(OKABE_ITO[0 if bar.name == OURS else 3])
+    return figure
+
+
+def shown_scoreboard(record: Record) -> list:
+    """What `plot_scoreboard` draws."""
+    return [(name, f["tokens_per_s"], f["mbu_datasheet"]) for name, (_, f) in _scored(record).items()]
+
+
+FIGURES: dict[str, tuple[Path, str, Callable, Callable]] = {
+    "ladder": (DATA / "figures" / "ladder.png", "gemv", plot_ladder, shown_ladder),
+    "scoreboard": (DATA / "figures" / "scoreboard.png", "scoreboard", plot_scoreboard, shown_scoreboard),
+}
+"""Figure: its file, the record it shows, how it is drawn, and what of the record it shows."""
+
+
+def figure_source(name: str, record: Record) -> str:
+    """The hash of the numbers that a picture shows; the PNG carries it."""
+    return hashlib.sha256(repr((record.device, FIGURES[name][3](record))).encode()).hexdigest()
 
 
 def main() -> None:
@@ -246,15 +327,16 @@ def main() -> None:
         text = page_as_it_should_be(name)
         if text != page.read_text(encoding="utf-8"):
             _write(page, text.encode())
-    record = _record("gemv")
-    if record is None:
-        FIGURE.unlink(missing_ok=True)
-    elif shown_source(FIGURE) != figure_source(record):
-        buffer = io.BytesIO()
-        metadata = {"Source": figure_source(record), "Software": None}
-        plot_ladder(record).savefig(buffer, format="png", dpi=120, bbox_inches="tight", metadata=metadata)
-        FIGURE.parent.mkdir(exist_ok=True)
-        _write(FIGURE, buffer.getvalue())
+    for name, (file, record_name, plot, _) in FIGURES.items():
+        record = _record(record_name)
+        if record is None:
+            file.unlink(missing_ok=True)
+        elif shown_source(file) != (source := figure_source(name, record)):
+            buffer = io.BytesIO()
+            metadata = {"Source": source, "Software": None}
+            plot(record).savefig(buffer, format="png", dpi=120, bbox_inches="tight", metadata=metadata)
+            file.parent.mkdir(exist_ok=True)
+            _write(file, buffer.getvalue())
 
 
 def shown_source(figure: Path) -> str | None:

@@ -57,8 +57,6 @@ def test_copies_cover_what_is_asked_and_torch_gets_the_numbers_of_the_pages():
     for token in (0, 17, 39):
         page = rotation.pool[3, rotation.table[token // 16], :, :, token % 16]  # (kv_heads, 2, D)
         assert torch.equal(page[:, 0], rotation.k[3, :, token]) and torch.equal(page[:, 1], rotation.v[3, :, token])
-    assert rotation._calls(1e-6, 12e-6) == 15  # whole rounds of the copies
-    assert rotation._calls(5e-3, 2e-3) == 1  # a slow kernel makes fewer
 
 
 @pytest.mark.parametrize("spoil", ["zeros", "one", "nan"])

@@ -161,9 +161,11 @@ def test_what_a_page_shows_of_a_record_is_up_to_date(name):
     assert readme.page_as_it_should_be(name) == readme.SECTIONS[name][0].read_text(encoding="utf-8")
 
 
-def test_the_figure_shows_the_record_and_nothing_is_shown_without_one():
-    record = readme._record("gemv")
-    assert readme.shown_source(readme.FIGURE) == (readme.figure_source(record) if record else None)
+@pytest.mark.parametrize("name", readme.FIGURES)
+def test_a_figure_shows_its_record_and_nothing_is_shown_without_one(name):
+    file, record_name, *_ = readme.FIGURES[name]
+    record = readme._record(record_name)
+    assert readme.shown_source(file) == (readme.figure_source(name, record) if record else None)
 
 
 def test_a_section_is_the_record_s(record):
@@ -185,12 +187,12 @@ def test_pages_and_figure_are_written_from_the_records(record, tmp_path, monkeyp
     page, figure = tmp_path / "PAGE.md", tmp_path / "figures" / "ladder.png"
     page.write_text("a\n" + "\n".join(readme.markers("ladder")) + "\nb\n")
     monkeypatch.setattr(readme, "SECTIONS", {"ladder": (page, "gemv", readme.ladder_section)})
-    monkeypatch.setattr(readme, "FIGURE", figure)
+    monkeypatch.setattr(readme, "FIGURES", {"ladder": (figure, *readme.FIGURES["ladder"][1:])})
     monkeypatch.setattr(readme, "REPO", tmp_path)
     monkeypatch.setattr(readme, "_record", lambda name: record)
     readme.main()
     assert "(figures/ladder.png)" in page.read_text()
-    assert readme.shown_source(figure) == readme.figure_source(record)
+    assert readme.shown_source(figure) == readme.figure_source("ladder", record)
     before = figure.stat().st_mtime_ns
     readme.main()
     assert figure.stat().st_mtime_ns == before  # the same figures: the picture stays as it is

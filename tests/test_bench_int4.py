@@ -134,8 +134,8 @@ def test_a_kernel_that_is_timed_and_wrong_is_refused(monkeypatch, weights, name,
 
 
 def test_torch_s_product_is_checked_too(monkeypatch, weights):
-    swapped = bench_int4._for_torch(-1 - weights.values[0], weights.scales[0])
-    monkeypatch.setattr(bench_int4, "_for_torch", lambda values, scales: swapped)
+    swapped = bench_int4.for_torch(-1 - weights.values[0], weights.scales[0])
+    monkeypatch.setattr(bench_int4, "for_torch", lambda values, scales: swapped)
     contest = Race(weights)
     contest.add("torch_int4", "torch_int4", 1)
     with pytest.raises(RuntimeError, match="torch_int4 on 32 x 256 is off by"):

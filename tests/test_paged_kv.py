@@ -193,7 +193,11 @@ def test_a_wrong_call_is_told(call, error, words):
     [
         ({"page_size": 0}, ValueError, "page_size is 0; it must be at least 1"),
         ({"pages": 0}, ValueError, "pages is 0"),
-        ({"head_dim": 20, "page_size": 1}, ValueError, "is 80 bytes for a KV head; it must be a multiple of 128"),
+        (
+            {"head_dim": 20, "page_size": 1},
+            ValueError,
+            "is 80 bytes for a KV head; it must be a multiple of 128: use a page_size that is a multiple of 8",
+        ),
         ({"dtype": torch.float32}, TypeError, "dtype is torch.float32; it must be torch.float16 or torch.bfloat16"),
     ],
 )
