@@ -225,10 +225,9 @@ page of one token. In `paged_attention` and `paged_attention_split` the load end
 that copies the page: a token of 64 dimensions keeps two of a block's seven warps busy, so five load no number of the
 last page in each of two blocks, and of 128 dimensions three in each of four. In `paged_attention_prefetch` a lane
 copies one piece of a page of 64 dimensions, and the load takes over the piece's condition: in six of eight warps it
-holds for no lane. Of 128 dimensions a lane copies two pieces, and the load stays before both.
-`paged_attention_mma` asks for two numbers before it looks at the length, and the GPU's compiler moves both behind the
-return of splits without a page. At 49 tokens these are two of three, eight warps each: 32 loads for each KV head; at
-257 every split has a page. The other warps load as many, but once the length has come and not while it is on its way.
+holds for no lane. Of 128 dimensions a lane copies two pieces, and the load stays before both. In
+`paged_attention_mma` the numbers are to be asked for while the length is on its way; there the compiler moved them
+behind the branch that waits for it, until they became ordered loads (`ld.relaxed`), which stay where they are.
 
 In shared memory `gemv` leaves a partial sum for each warp of a row, and all of the row's threads add them up. The GPU's
 compiler puts these additions behind the condition of the last line: only the warp that writes `y` still reads, all sums

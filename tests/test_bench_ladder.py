@@ -108,17 +108,22 @@ def test_the_tiny_model_climbs():
     assert results["parted"] == [] and results["equal"] + len(results["ties"]) == 2
 
 
-def test_texts_that_part_are_not_recorded(monkeypatch, tmp_path):
-    results = {
-        "prompts": 1, "tokens": 1, "equal": 0, "ties": [], "parted": [{"prompt": 0, "position": 3, "margin": 0.5}],
-        "largest_margin": 0.5, "logit_error": {"largest": 0.1, "median": 0.1},
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("equal", "parted", "off", "words"),
+    [
+        (0, [{"prompt": 0, "position": 3, "margin": 0.5}], 1e-4, "prompt 0 at token 3: margin 0.5"),
+        (1, [], 0.1, "logits off by 0.1 at most"),
+    ],
+)
+def test_texts_that_part_and_logits_that_are_off_are_not_recorded(monkeypatch, tmp_path, equal, parted, off, words):
+    results = {"prompts": 1, "tokens": 1, "equal": equal, "ties": [], "parted": parted}
+    results |= {"largest_margin": 0.5, "logit_error": {"largest": off, "median": off}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench_ladder.hardware, "default_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(bench_ladder.models, "load", lambda *_: (None, None))
     monkeypatch.setattr(bench_ladder, "weights_of", lambda name: "none")
     monkeypatch.setattr(bench_ladder, "validate", lambda *_: results)
-    with pytest.raises(RuntimeError, match=r"not its simulation: .*'margin': 0.5.*nothing was saved"):
+    with pytest.raises(RuntimeError, match=rf"(?s)not its simulation: .*{words}.*nothing was saved"):
         bench.RECORDS["ladder"](tmp_path)
     assert not list(tmp_path.iterdir())
 

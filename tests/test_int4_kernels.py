@@ -571,3 +571,17 @@ def test_quantize_x_refuses_what_it_cannot_take(no_launch):
         kernels.quantize_x(torch.ones(128))
     with pytest.raises(ValueError, match="K = 40 columns; the kernel's loads need a multiple of 32"):
         kernels.quantize_x(torch.ones(40).half())
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "blocks"),
+    [
+        (4608, 3584, 72),  # the 7B's q, k, v: 288 tiles, four of which a block's rings hold
+        (3584, 3584, 56),  # its o
+        (37888, 3584, 132),  # its gate and up: too large
+        (3584, 18944, 132),  # its down: not one tile fits
+        (1152, 896, 132),  # the 0.5B's q, k, v: five blocks would hold it, and take too long
+    ],
+)
+def test_launches_that_overlap_leave_multiprocessors_to_the_next(rows, cols, blocks):
+    assert int4_ring._blocks(rows // 16, cols, 132) == blocks

@@ -77,3 +77,48 @@ def test_a_wrong_loop_is_refused(judge, right, wrong, words):
     exec(text.replace(right, wrong), names)
     with pytest.raises(lesson.NotRight, match=words):
         judge(names["my_loop"])
+
+
+@pytest.fixture
+def judge_claims():
+    """The check of lesson 07's exercise: its own cells, run with these functions in the stubs' place."""
+    cells = json.loads((NOTEBOOKS / "07_scoreboard.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    stubs, claims, checks = (
+        next(s for s in sources if s.startswith(f)) for f in ("def most_tokens", "claims", "def right_bound")
+    )
+
+    def run(mine: dict | None = None) -> bool:
+        names = {"lesson": lesson, "h200": DATASHEETS["h200"], "shape": SHAPES["qwen2.5-coder-7b"]}
+        exec(stubs, names)
+        names |= mine or {}
+        exec(claims, names)
+        exec(checks, names)
+        return names["solved"]
+
+    return run
+
+
+def test_the_claims_are_not_yet_until_the_solution_is_in(judge_claims):
+    assert judge_claims() is False
+    mine = solution("07_claims")
+    assert judge_claims({name: mine[name] for name in ("most_tokens", "impossible")}) is True
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("torch.float16 if bits == 16 else Grouped(bits, 128)", "Grouped(bits, 128)", "16 bits, head 16, 0 tokens"),
+        ("form(head_bits)", "form(16)", "4 bits, head 4, 128 tokens"),
+        ("forms, depth)", "forms, 128)", "16 bits, head 16, 0 tokens"),
+        ("if rate > most", "if rate < most", "rates of those that cannot be true"),
+        (".bandwidth\n    return [", ".bandwidth * 0.9\n    return [", "rates of those that cannot be true"),
+    ],
+)
+def test_wrong_counts_of_claims_are_refused(judge_claims, right, wrong, words):
+    text = (NOTEBOOKS / "solutions" / "07_claims.py").read_text(encoding="utf-8")
+    assert right in text
+    mine = {}
+    exec(text.replace(right, wrong), mine)
+    with pytest.raises(lesson.NotRight, match=words):
+        judge_claims({name: mine[name] for name in ("most_tokens", "impossible")})

@@ -118,11 +118,12 @@ def int4_gemm_ring(
 def _blocks(tiles: int, cols: int, sms: int) -> int:
     """Blocks of a launch that overlaps its neighbours, for a matrix of so many tiles of 16 rows.
 
-    One for each multiprocessor; but where half of them hold the whole matrix in their rings, no more than that takes.
-    The others begin with the next launch.
+    One for each multiprocessor; but of a small matrix as many as hold all of it in their rings, if that is a third of
+    them or more: the others begin with the next launch.
     """
     held = RING_WARPS * RING_STAGES // -(-cols // RING_CHUNK)  # tiles that a block's rings hold
-    return max(sms // 2, -(-tiles // held)) if held and -(-tiles // held) <= sms else sms
+    blocks = -(-tiles // held) if held else sms
+    return blocks if sms <= 3 * blocks <= 3 * sms else sms
 
 
 @functools.lru_cache
