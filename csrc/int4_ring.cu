@@ -11,7 +11,7 @@
 //
 // Must move:  the same bytes as csrc/int4_gemm.cu.
 // Launch:     at most a block for each multiprocessor and for each 16 rows (SWIGLU 32), of RING_WARPS warps. Dynamic
-//             shared memory: the rings, `slots` tiles of partial sums, groups of x, x; see nanoqwen/kernels/int4_ring.py.
+//             shared memory: rings, `slots` tiles of partial sums, groups of x, x; see nanoqwen/kernels/int4_ring.py.
 // Sums:       whole numbers within a group, exact; fp32 across groups.
 // Teaches:    bytes in flight without registers, and bytes that are already on their way when the kernel's turn comes.
 //

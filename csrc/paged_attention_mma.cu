@@ -3,8 +3,8 @@
 //   out[h] = sum over t of softmax_t(q[h] . k[t] * scale) v[t]        q, out (heads, HEAD_DIM)
 //   pages, table, length, appended: see include/kv_page.cuh; head h reads KV head h / group, group is at most 8
 //
-//   ROPE: what csrc/rope_append.cu does, too. q and the new token's k and v come from qkv, (heads + 2 kv_heads) * HEAD_DIM
-//   floats; q and k are turned, k and v stored in their page. Position, cos, sin and rounding as there.
+//   ROPE: what csrc/rope_append.cu does, too. q and the new token's k and v come from qkv, of (heads + 2 kv_heads) *
+//   HEAD_DIM floats; q and k are turned, k and v stored in their page. Position, cos, sin and rounding as there.
 //
 // Must move:  kv_heads * tokens * 2 * HEAD_DIM elements, each once.
 // Launch:     (splits, kv_heads) blocks of 256 threads.
@@ -20,9 +20,9 @@
 //   O = V^T P     A: 16 dimensions x tokens. Rows may be named as one likes, so the lane takes the eight neighbours
 //                 8g ... 8g + 7 of each 64, of tokens 2t, 2t + 1, 2t + 8, 2t + 9; a byte permute pairs two tokens.
 //
-// A warp takes a page at a time: page 8 * split + warp, and from there every 8 * splits-th, whatever the length, so that
-// the numbers of its pages are asked for together with the length. The loads of the next keys leave as soon as S has
-// been computed, those of the next values as soon as O has.
+// A warp takes a page at a time: page 8 * split + warp, and from there every 8 * splits-th, whatever the length, so
+// that the numbers of its pages are asked for together with the length. The loads of the next keys leave as soon as S
+// has been computed, those of the next values as soon as O has.
 //
 // With `appended`, pages before the last are of earlier steps: they are on their way before this kernel's turn comes.
 // With ROPE so is all but the new token itself, whose k and v every block makes for itself.
