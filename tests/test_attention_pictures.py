@@ -39,6 +39,21 @@ def test_the_walk_names_whose_each_page_is():
     assert "table of a" in words(plot_walk(cache, {"a": a}))
 
 
+def test_no_arrow_of_the_walk_runs_through_a_box_or_a_name():
+    cache = PagedKV(1, 10, 1, 64, sequences=3)
+    sequences = {name: cache.new() for name in "abc"}
+    for sequence, tokens in zip((*sequences.values(), *sequences.values()), (20, 30, 17, 20, 30, 1), strict=True):
+        cache.reserve(sequence, tokens)  # taking turns, so that arrows lean
+        cache.advance(sequence, tokens)
+    (axis,) = plot_walk(cache, sequences).axes
+    arrows = [sorted((text.xy[1], text.xyann[1])) for text in axis.texts if getattr(text, "arrow_patch", None)]
+    assert len(arrows) == sum(len(cache.pages(sequence)) for sequence in sequences.values())
+    taken = [(box.get_y(), box.get_y() + box.get_height()) for box in axis.patches]
+    taken += [(text.get_position()[1],) * 2 for text in axis.texts if text.get_text()]
+    for low, high in arrows:  # an arrow has a strip between two rows for itself
+        assert not [(bottom, top) for bottom, top in taken if bottom < high - 1e-9 and top > low + 1e-9]
+
+
 def test_the_crossing_lies_where_the_bytes_are_equal():
     figure = plot_crossing({"small": (1e9, 1e5)}, limit=4096)
     (point,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
