@@ -59,6 +59,23 @@ def test_copies_cover_what_is_asked_and_torch_gets_the_numbers_of_the_pages():
         assert torch.equal(page[:, 0], rotation.k[3, :, token]) and torch.equal(page[:, 1], rotation.v[3, :, token])
 
 
+def test_a_slow_kernel_never_follows_itself(monkeypatch):
+    """Every other round runs backwards; what reads few copies would find them warm."""
+    order, calls = [], iter((1, 1, 2, 4))  # of two copies
+    monkeypatch.setattr(bench_attention, "calls_per_replay", lambda *_: next(calls))
+
+    def time_replays(replays, *_):
+        order.extend(replays)
+        return {name: [4.0] for name in replays}
+
+    monkeypatch.setattr(bench_attention, "time_replays", time_replays)
+    steps = {name: STEPS[name] for name in ("online", "paged", "split", "torch")}
+    samples = Rotation(20, 33, 4, 2, 64, CPU, 1).samples(steps, 1, 1e-5)
+    assert order == ["split", "online", "paged", "torch"]
+    assert samples == {"online": [4.0], "paged": [4.0], "split": [2.0], "torch": [1.0]}
+    assert list(samples) == list(steps)
+
+
 @pytest.mark.parametrize("spoil", ["zeros", "one", "nan"])
 def test_a_kernel_that_is_timed_and_wrong_is_refused(monkeypatch, spoil):
     right = kernels.paged_attention
