@@ -347,8 +347,7 @@ def scoreboard(
     if plan is None:
         here = dict.fromkeys(PEERS, (128,))
         plan = {
-            "qwen2.5-coder-7b": (True, DEPTHS, here | dict.fromkeys(("torch-bf16-graph", "torch-int4"), (128, 4096))),
-            "qwen2.5-coder-1.5b": (True, (128,), {}),
+            "qwen2.5-coder-7b": (True, DEPTHS, dict.fromkeys(("torch-bf16-graph", "torch-int4"), (128, 4096))),
             MODEL: (False, (128,), here),
         }
     results: dict = {"ceilings": {"read_probe": probe.to_dict()}, "versions": versions(), "peers": PEERS, "models": {}}
