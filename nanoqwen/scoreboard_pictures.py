@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib import rc_context
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from nanoqwen.hardware import spec_for
 from nanoqwen.ledger import below_ceiling
@@ -152,9 +152,12 @@ def plot_field(models: Mapping[str, Mapping], depth: str, bandwidth: float, prob
                 axis.annotate(_size(model), (x, y), (-8, -4), textcoords="offset points", ha="right", fontsize=9)
         axis.set(xscale="log", yscale="log", xlim=ends)
         axis.set(ylim=(1e12 * ends[0] / bandwidth, 2 * max(times)), xlabel="GB a token", ylabel="ms a token")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.text(0.98, 0.97, "dotted: MBU", transform=axis.transAxes, fontsize=8, va="top", ha="right")
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_formatter("{x:g}")
+            each.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in "235" else ""))
+        axis.tick_params(which="minor", labelsize=8)
+        paper = {"facecolor": "#FFFFFF", "edgecolor": "none", "pad": 1.5}
+        axis.text(0.98, 0.97, "dotted: MBU", transform=axis.transAxes, fontsize=8, va="top", ha="right", bbox=paper)
         figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
