@@ -71,9 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off (default)")
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
     generate.add_argument(
-        "--engine", choices=("torch", "kernels"), default="torch", help="kernels: in INT4, by our own kernels (sm_90)"
+        "--engine",
+        choices=("torch", "kernels"),
+        default="torch",
+        help="kernels: in INT4, by our own, on a GPU from sm_90 on or the SIMT machine",
     )
     generate.add_argument(
         "--dtype", choices=DTYPES, help="of --engine torch; default: bfloat16, or float32 on a CPU without it"
@@ -84,12 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="compare, side by side, on this machine")
     bench.add_argument("name", nargs="?", help="which; none: list them")
     bench.add_argument("--model", help="as for generate")
-    bench.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
-    bench.add_argument("--shape", help="e2e: random weights of 7b, 1.5b or 0.5b, made on the device")
-    bench.add_argument("--depths", type=_depths, metavar="D,D…", help="e2e: default 128,1024,4096,16384")
-    bench.add_argument("--against", type=_names, metavar="NAME,…", help="e2e: all, or names of what to run beside us")
-    bench.add_argument("--steps", type=int, metavar="N", help="e2e: timed steps of a run")
-    bench.add_argument("--rounds", type=int, metavar="N", help="e2e: runs of each")
+    bench.add_argument("--dtype", choices=DTYPES, help="reference: default bfloat16; quality: default float32")
+    bench.add_argument("--shape", help="e2e: instead of --model, random weights of 7b, 1.5b or 0.5b")
+    bench.add_argument(
+        "--depths", type=_depths, metavar="D,D…", help="e2e: tokens in the cache; on a GPU 128,1024,4096,16384"
+    )
+    bench.add_argument(
+        "--against",
+        type=_names,
+        metavar="NAME,…",
+        help="e2e: all, or some of torch-bf16-eager, torch-bf16-graph, torch-int4, transformers, llama.cpp",
+    )
+    bench.add_argument("--steps", type=int, metavar="N", help="e2e: timed steps of a run; on a GPU 128")
+    bench.add_argument("--rounds", type=int, metavar="N", help="e2e: runs of each; on a GPU 3")
     bench.set_defaults(run=_bench)
 
     record = commands.add_parser("record", help="measure this GPU into data/records")

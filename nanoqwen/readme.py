@@ -7,20 +7,27 @@ import hashlib
 import io
 import os
 import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from nanoqwen import bench_int4, records
 from nanoqwen.bench_e2e import OURS
 from nanoqwen.bench_gemv import ladder
+from nanoqwen.config import SHAPES
 from nanoqwen.counters import GLOBAL, parity_table
+from nanoqwen.engine_weights import step_ledger
 from nanoqwen.hardware import spec_for
 from nanoqwen.paths import DATA, REPO
 from nanoqwen.records import Record
 from nanoqwen.roofline import OKABE_ITO, Bar, plot_mbu
+from nanoqwen.scoreboard_pictures import launches_of
+from nanoqwen.step_pictures import region_bytes
 
 SHAPE = "7B gate_up"
 SCORED, DEPTH = "qwen2.5-coder-7b", "128"
+RUNG = "pdl"  # of the record `engine`: as the engine launches by default
+GOAL = 0.8  # of the datasheet's bandwidth
 GPU = "NVIDIA H200"
 CHANGES = {
     "naive": "one thread a row",
@@ -44,14 +51,18 @@ INT4_CHANGES = {
     "torch_bf16": "cuBLAS, 16-bit weights",
 }
 CONTENDERS = {
-    "transformers": ("`transformers`, `generate`", "bf16"),
-    "torch-bf16-eager": ("PyTorch, static cache, eager", "bf16"),
-    "torch-bf16-graph": ("PyTorch, static cache, CUDA graph", "bf16"),
-    "torch-int4": ("PyTorch's INT4 kernel, `torch.compile`, CUDA graph", "INT4 g128, bf16 head"),
-    "llama.cpp": ("llama.cpp", "its GGUF file's"),
-    OURS: ("**nanoqwen**", "INT4 g128, bf16 head"),
+    "transformers": ("`transformers`", "bf16", "transformers\nbf16"),
+    "torch-bf16-eager": ("PyTorch, static cache, launched one by one", "bf16", "PyTorch\nbf16, eager"),
+    "torch-bf16-graph": ("PyTorch, static cache, CUDA graph", "bf16", "PyTorch\nbf16, CUDA graph"),
+    "torch-int4": (
+        "PyTorch's INT4 kernel, `torch.compile`, CUDA graph",
+        "INT4 g128, bf16 head",
+        "PyTorch\nINT4, CUDA graph",
+    ),
+    "llama.cpp": ("llama.cpp", "its GGUF file's", "llama.cpp\nGGUF"),
+    OURS: ("**nanoqwen**", "INT4 g128, bf16 head", "nanoqwen\nINT4, CUDA graph"),
 }
-"""What each contender of the scoreboard is, and the weights that it reads."""
+"""What each contender of the scoreboard is, the weights that it reads, and both in a figure."""
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -73,37 +84,125 @@ def with_section(page: str, name: str, body: str) -> str:
     return f"{before}{start}\n{body}{end}{after}"
 
 
+def _paragraph(text: str) -> list[str]:
+    """Lines of at most 120 columns, and an empty one; nothing for no text."""
+    return [*textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False), ""] if text else []
+
+
 def scoreboard_section(record: Record) -> str:
     """The README's table of whole decode steps, ours beside others, in Markdown, with its figure."""
-    contenders = _scored(record)
-    probe = record.results["ceilings"]["read_probe"]["bytes_per_s"]
+    contenders, entry = _scored(record), record.results["models"][SCORED]
+    probe, datasheet = record.results["ceilings"]["read_probe"]["bytes_per_s"], spec_for(record.device).bandwidth
     lines = [
         "## How fast",
         "",
-        f"One token after the other, batch 1, sampling included, {DEPTH} tokens deep: the 7B's shape with random "
-        f"weights. All in turn in one process on one {record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s.",
-        "",
-        "| | weights | GB a token | tok/s | % of the datasheet's bandwidth | % of the read probe | ours is faster | "
-        "first of 512 tokens, ms |",
+        *_paragraph(
+            f"The 7B's shape with {entry['weights']} weights, one sequence, greedy, sampling included, {DEPTH} tokens "
+            f"in the cache. Recorded on one {record.device}, all in turn in one process. Its datasheet says "
+            f"{datasheet / 1e9:,.0f} GB/s; the read probe, a kernel that only reads, moves {probe / 1e9:,.0f}."
+        ),
+        "| | weights | GB a token | tok/s | % of the datasheet | % of the read probe | time a token, over ours "
+        "| first token of a 512-token prompt, ms |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, (each, f) in contenders.items():
-        over = f"{f['over_ours']['p50']:.2f} ×" if "over_ours" in f else ""
+        over = f"{f['over_ours']['p50']:.2f}" if "over_ours" in f else "1"
         lines.append(
-            f"| {' | '.join(CONTENDERS[name])} | {f['bytes'] / 1e9:.2f} | {f['tokens_per_s']:,.0f} "
+            f"| {' | '.join(CONTENDERS[name][:2])} | {f['bytes'] / 1e9:.2f} | {f['tokens_per_s']:,.0f} "
             f"| {100 * f['mbu_datasheet']:.1f} | {100 * f['mbu_probe']:.1f} | {over} "
             f"| {1e3 * each['ttft']['p50']:.1f} |"
         )
-    left = record.results["models"][SCORED]["left_out"]
-    lines += ["", f"Left out: {'; '.join(f'{name} ({why})' for name, why in left.items())}."] if left else []
     picture = FIGURES["scoreboard"][0].relative_to(REPO).as_posix()
     lines += [
         "",
-        "[Lesson 06](notebooks/06_graph_capture.ipynb) shows what each way to launch a step is worth, and "
-        "[lesson 07](notebooks/07_scoreboard.ipynb) where the rest of the time is, and where we lose.",
-        "",
         f"![Tokens a second and the share of the memory's bandwidth]({picture})",
         "",
+        *_paragraph(_sooner(record)),
+        *_paragraph(_missing(record)),
+        *_paragraph(
+            "Lesson [06](notebooks/06_graph_capture.ipynb) shows what each way to launch a step is worth, lesson "
+            "[07](notebooks/07_scoreboard.ipynb) other depths, the memory of each, and how all of this was timed."
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _called(name: str) -> str:
+    return CONTENDERS[name][2].replace("\n", " ")
+
+
+def _sooner(record: Record) -> str:
+    """Whose first token comes before ours; empty where it is nobody's."""
+    peers = record.results["models"][SCORED]["contenders"].items()
+    ahead = {name: e["ttft_over_ours"]["p50"] for name, e in peers if e.get("ttft_over_ours", {"p50": 1})["p50"] < 1}
+    if not ahead:
+        return ""
+    who = " and ".join(f"{_called(name)} ({share:.2f} of our time)" for name, share in ahead.items())
+    return f"The first token comes sooner from {who}: our prompts dequantise every matrix, and PyTorch multiplies."
+
+
+def _missing(record: Record) -> str:
+    """What the record does not show: peers that were left out or not run, and the text of the engine."""
+    results, words = record.results, []
+    if left := results["models"][SCORED]["left_out"]:
+        words.append(f"Left out: {'; '.join(f'{_called(name)} ({why})' for name, why in left.items())}.")
+    ran = {name for entry in results["models"].values() for name in (*entry["contenders"], *entry["left_out"])}
+    if never := [_called(name) for name in results["peers"] if name not in ran]:
+        words.append(f"Not in this record: {'; '.join(never)}.")
+    if absent := results["left_out"]:
+        words.append(f"All peers run beside real weights too, but {', '.join(absent)} was not on that machine.")
+    if ladder := _record("ladder"):
+        r = ladder.results
+        words.append(
+            f"On {r['equal']} of {r['prompts']} prompts the engine writes the {r['tokens']} tokens that the same INT4 "
+            f"model writes in PyTorch; on {len(r['ties'])} the two part at a tie."
+        )
+    else:
+        words.append(
+            "The engine's text on real weights, beside the same INT4 model in PyTorch, is not recorded yet: "
+            "`nanoqwen record ladder` does that."
+        )
+    return " ".join(words)
+
+
+def losses_section(record: Record) -> str:
+    """The README's list of what the engine does not reach, in Markdown: the record `engine`, by shape."""
+    datasheet, probe = spec_for(record.device).bandwidth, record.results["ceilings"]["read_probe"]["bytes_per_s"]
+    steps = {size: entry["depths"][DEPTH] for size, entry in record.results["sizes"].items()}
+    large = steps["7B"]
+    f, small = large["rungs"][RUNG], ("qkv_proj", "attention", "o_proj")
+    seconds = {name: region["seconds"]["p50"] for name, region in large["regions"].items()}
+    taken = sum(seconds[name] for name in small) / (sum(seconds.values()) + large["gap"]["p50"])
+    nbytes = region_bytes(step_ledger(SHAPES[SCORED], int(DEPTH)), seconds)
+    moved = sum(nbytes[name] for name in small) / sum(nbytes.values())
+    lines = [
+        "### Where we lose",
+        "",
+        *_paragraph(
+            f"The goal for the 7B is {100 * GOAL:.0f} % of the datasheet's bandwidth: "
+            f"{GOAL * datasheet / large['bytes']:,.0f} tok/s. The engine reaches {f['tokens_per_s']:,.0f}, or "
+            f"{100 * f['mbu_datasheet']:.1f} %. The time over that of the bytes is a few microseconds for each launch, "
+            "whatever the size of the model, so small models are the furthest from their bandwidth:"
+        ),
+        "| shape, random weights | launches a token | bytes at the probe's speed, µs | a token, µs | tok/s "
+        "| % of the read probe | over the bytes, µs a launch |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for size, entry in steps.items():
+        f, launches, floor = entry["rungs"][RUNG], launches_of(entry), entry["bytes"] / probe
+        seconds = f["seconds"]["p50"]
+        lines.append(
+            f"| {size} | {launches} | {1e6 * floor:,.0f} | {1e6 * seconds:,.0f} | {f['tokens_per_s']:,.0f} "
+            f"| {100 * f['mbu_probe']:.1f} | {1e6 * (seconds - floor) / launches:.1f} |"
+        )
+    lines += [
+        "",
+        *_paragraph(
+            f"Of the 7B's step the QKV product, attention and the output product move {100 * moved:.0f} % of the bytes "
+            f"and take {100 * taken:.0f} % of the time. Fewer launches would help, or one kernel that stays on the GPU "
+            "for the whole step. And one step is one sequence: past a few tokens a call, the kernels read the weights "
+            "again (lesson [08](notebooks/08_dequantise_or_fuse.ipynb))."
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -120,11 +219,12 @@ def ladder_section(record: Record) -> str:
     entry = record.results["shapes"][SHAPE]
     probe = record.results["ceilings"]["read_probe"]["bytes_per_s"]
     lines = [
-        "## The ladder so far",
+        "## The ladder in 16 bits",
         "",
-        f"`y = W x` for the 7B's gate and up projections, {entry['rows']} × {entry['cols']} in bf16, weights cold. "
-        f"Recorded on one {record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s.",
-        "",
+        *_paragraph(
+            f"`y = W x` for the 7B's gate and up projections, {entry['rows']} × {entry['cols']} in bf16, weights cold. "
+            f"Recorded on one {record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s."
+        ),
         "| kernel | what changed | µs | GB/s | % of the read probe | % of cuBLAS's speed |",
         "|---|---|---:|---:|---:|---:|",
     ]
@@ -149,11 +249,12 @@ def int4_section(record: Record) -> str:
     shapes, probe = record.results["shapes"], record.results["ceilings"]["read_probe"]["bytes_per_s"]
     entry = shapes[SHAPE]
     lines = [
-        "## A quarter of the bytes",
+        "## The ladder in INT4",
         "",
-        f"The same matrix in INT4, groups of {record.results['group']}, cold, launches included. Recorded on one "
-        f"{record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s.",
-        "",
+        *_paragraph(
+            f"The same matrix in INT4, groups of {record.results['group']}, cold, launches included. Recorded on one "
+            f"{record.device}, whose read probe moves {probe / 1e9:,.0f} GB/s."
+        ),
         "| kernel | what changed | µs | GB/s | % of the read probe | times torch's int4 | times cuBLAS in bf16 |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
@@ -165,12 +266,14 @@ def int4_section(record: Record) -> str:
         )
     lines += [
         "",
-        "`pdl` is programmatic dependent launch, timed back to back as in a decode step: the kernel starts before its "
-        "predecessor has ended, and fetches its first weights while it waits for x.",
-        "",
-        "The fastest step on each matrix, and the time of eight tokens over that of one, of this step and of "
-        "`int4_gemm_mma`, which needs more time for one:",
-        "",
+        *_paragraph(
+            "`pdl` is programmatic dependent launch, timed back to back as in a decode step: the kernel starts before "
+            "its predecessor has ended, and fetches its first weights while it waits for x."
+        ),
+        *_paragraph(
+            "The fastest kernel for each matrix. The last two columns are the time of eight tokens over that of one: "
+            "with this kernel, and with `int4_gemm_mma`."
+        ),
         "| matrix | rows × columns | kernel | µs | % of the read probe | times torch's int4 | eight tokens | `mma`'s |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
@@ -246,16 +349,17 @@ def parity_section(record: Record) -> str:
     counts = [(case, name) for case in cases for name in GLOBAL]
     equal = sum(case["hardware"][name] == case["simulated"][name] for case, name in counts)
     launches = len(cases)
-    return (
+    intro = _paragraph(
         f"Recorded on one {record.device} with ncu {record.results['ncu']}: {launches} launches, and "
         f"{equal} of {len(counts)} requests and sectors of global memory are equal. A number in brackets is the SIMT "
-        "machine's where it is another.\n\n"
-        f"{WHY_UNEQUAL}\n{parity_table(record)}\n"
+        "machine's where it is another."
     )
+    return "\n".join(intro) + f"\n{WHY_UNEQUAL}\n{parity_table(record)}\n"
 
 
 SECTIONS: dict[str, tuple[Path, str, Callable[[Record], str]]] = {
     "scoreboard": (REPO / "README.md", "scoreboard", scoreboard_section),
+    "losses": (REPO / "README.md", "engine", losses_section),
     "ladder": (REPO / "README.md", "gemv", ladder_section),
     "int4": (REPO / "README.md", "int4", int4_section),
     "parity": (REPO / "csrc" / "simt" / "README.md", "counters", parity_section),
@@ -297,16 +401,16 @@ def plot_scoreboard(record: Record):
     """Tokens a second of each contender, and the share of the datasheet's bandwidth that its bytes make of them."""
     bars = [Bar(name, rate, share) for name, rate, share in shown_scoreboard(record)]
     probe = record.results["ceilings"]["read_probe"]["bytes_per_s"] / spec_for(record.device).bandwidth
-    title = f"{SCORED}, {DEPTH} tokens deep, batch 1"
+    title = f"7B, {record.results['models'][SCORED]['weights']} weights, {DEPTH} tokens deep"
     figure = plot_mbu(bars, "the datasheet's bandwidth", f"recorded, {record.device}", title, probe)
-    for patch, bar in zip(figure.axes[0].patches, bars, strict=False):
-        patch.set_facecolor(OKABE_ITO[0 if bar.name == OURS else 3])
+    for patch, name in zip(figure.axes[0].patches, _scored(record), strict=False):
+        patch.set_facecolor(OKABE_ITO[0 if name == OURS else 3])
     return figure
 
 
 def shown_scoreboard(record: Record) -> list:
     """What `plot_scoreboard` draws."""
-    return [(name, f["tokens_per_s"], f["mbu_datasheet"]) for name, (_, f) in _scored(record).items()]
+    return [(CONTENDERS[name][2], f["tokens_per_s"], f["mbu_datasheet"]) for name, (_, f) in _scored(record).items()]
 
 
 FIGURES: dict[str, tuple[Path, str, Callable, Callable]] = {

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,6 +182,51 @@ def test_a_section_is_the_record_s(record):
     assert readme.with_section(page, "ladder", "") == f"before\n{start}\n{end}\nafter\n"
     with pytest.raises(ValueError, match="lacks the lines <!-- ladder"):
         readme.with_section(page.replace("end of", "end"), "ladder", text)
+
+
+@pytest.fixture
+def scored():
+    if (record := readme._record("scoreboard")) is None:
+        pytest.skip("the scoreboard has not been recorded yet")
+    return record
+
+
+def test_the_scoreboard_says_whose_first_token_is_sooner(scored):
+    contenders = scored.results["models"][readme.SCORED]["contenders"]
+    contenders["torch-bf16-graph"]["ttft_over_ours"]["p50"] = 0.5
+    contenders["torch-int4"]["ttft_over_ours"]["p50"] = 3.0
+    assert "sooner from PyTorch bf16, CUDA graph (0.50 of our time):" in readme.scoreboard_section(scored)
+    contenders["torch-bf16-graph"]["ttft_over_ours"]["p50"] = 1.5
+    assert "sooner" not in readme.scoreboard_section(scored)
+
+
+def test_the_scoreboard_says_what_is_missing(scored, monkeypatch):
+    monkeypatch.setattr(readme, "_record", lambda name: None)
+    entry = scored.results["models"][readme.SCORED]
+    scored.results["left_out"] = {"qwen2.5-coder-0.5b": "is not here"}
+    entry["contenders"].pop("torch-int4", None)
+    text = " ".join(readme.scoreboard_section(scored).split())
+    assert "Not in this record: " in text and "PyTorch INT4, CUDA graph" in text
+    assert "but qwen2.5-coder-0.5b was not on that machine" in text and "`nanoqwen record ladder` does that" in text
+    entry["left_out"]["torch-int4"] = "does not compile"
+    ladder = SimpleNamespace(results={"equal": 97, "prompts": 100, "tokens": 64, "ties": [{}, {}, {}]})
+    monkeypatch.setattr(readme, "_record", lambda name: ladder)
+    text = " ".join(readme.scoreboard_section(scored).split())
+    assert "Left out: PyTorch INT4, CUDA graph (does not compile)." in text
+    assert "On 97 of 100 prompts" in text and "on 3 the two part at a tie" in text and "record ladder" not in text
+
+
+def test_the_losses_are_the_record_s():
+    if (record := readme._record("engine")) is None:
+        pytest.skip("the engine has not been recorded yet")
+    text = readme.losses_section(record)
+    probe = record.results["ceilings"]["read_probe"]["bytes_per_s"]
+    for size, entry in record.results["sizes"].items():
+        at = entry["depths"][readme.DEPTH]
+        f, launches = at["rungs"]["pdl"], 3 + 5 * entry["layers"]
+        rest = 1e6 * (f["seconds"]["p50"] - at["bytes"] / probe) / launches
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {size} | {launches} |"))
+        assert row.endswith(f"| {f['tokens_per_s']:,.0f} | {100 * f['mbu_probe']:.1f} | {rest:.1f} |")
 
 
 def test_pages_and_figure_are_written_from_the_records(record, tmp_path, monkeypatch):

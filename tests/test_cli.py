@@ -10,7 +10,7 @@ import pytest
 import torch
 from toys import TOY, random_weights, save_tokenizer, save_toy, toy_tokenizer
 
-from nanoqwen import cli, generation, models, packfile, quantize
+from nanoqwen import bench_e2e, cli, generation, models, packfile, quantize
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.ledger import Grouped, ledger
 
@@ -242,6 +242,13 @@ def test_benches_and_records_are_listed(capsys):
     assert cli.main(["record"]) == 0 and "machine" in capsys.readouterr().out
     assert cli.main(["bench", "nothing"]) == 2
     assert "there is no bench 'nothing'; there are: reference" in capsys.readouterr().err
+
+
+def test_the_help_of_bench_names_what_e2e_takes():
+    actions = {each.dest: each.help for each in cli._parser()._subparsers._group_actions[0].choices["bench"]._actions}
+    assert actions["against"].endswith(", ".join(bench_e2e.PEERS))
+    assert actions["depths"].endswith(",".join(map(str, bench_e2e.DEPTHS)))
+    assert actions["steps"].endswith(f" {bench_e2e.STEPS}") and actions["rounds"].endswith(f" {bench_e2e.ROUNDS}")
 
 
 def test_a_bench_runs_on_the_model_and_dtype_asked_for(monkeypatch, capsys):
