@@ -1,11 +1,11 @@
 """Judging a reader's kernel (K3), and showing what changed between two: what the kernel lessons are made of."""
 
 import ast
-import json
 import re
 
 import pytest
 import torch
+from lessons import cell
 
 from nanoqwen import kernels, lesson, simt
 from nanoqwen.kernel_magic import make
@@ -177,12 +177,6 @@ def test_the_readers_own_kernel_can_be_compared(capsys):
 
 
 # The exercises of notebooks 02, 03 and 04
-
-
-def cell(notebook, start):
-    """The code cell that begins so."""
-    cells = json.loads((NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]
-    return next(text for c in cells if (text := "".join(c["source"])).startswith(start) and c["cell_type"] == "code")
 
 
 def solution(notebook):

@@ -1,10 +1,10 @@
 """The exercises' solutions are right: each is run against what its lesson checks."""
 
-import json
 import runpy
 
 import pytest
 import torch
+from lessons import cell
 
 from nanoqwen import lesson
 from nanoqwen.config import SHAPES
@@ -35,14 +35,19 @@ def test_cache_bytes(model):
     assert got == ledger(SHAPES[model], depth=1000).by_kind()["kv_read"]
 
 
+def changed_solution(name, right, wrong):
+    """What a solution defines with `wrong` in the place of `right`."""
+    text = (NOTEBOOKS / "solutions" / f"{name}.py").read_text(encoding="utf-8")
+    assert right in text
+    names = {}
+    exec(text.replace(right, wrong), names)
+    return names
+
+
 @pytest.fixture
 def judge():
     """What the exercise of lesson 06 says of a loop: its own cells, run with that loop in the stub's place."""
-    cells = json.loads((NOTEBOOKS / "06_graph_capture.ipynb").read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    device, judged, cases = (
-        next(s for s in sources if s.startswith(f)) for f in ("class Device", "def judged", "cases")
-    )
+    device, judged, cases = (cell("06_graph_capture.ipynb", start) for start in ("class Device", "def judged", "cases"))
 
     def run(loop=None) -> bool:
         names = {"torch": torch, "lesson": lesson}
@@ -71,10 +76,7 @@ def test_the_loop_is_not_yet_until_its_solution_is_in(judge):
     ],
 )
 def test_a_wrong_loop_is_refused(judge, right, wrong, words):
-    text = (NOTEBOOKS / "solutions" / "06_loop.py").read_text(encoding="utf-8")
-    assert right in text
-    names = {}
-    exec(text.replace(right, wrong), names)
+    names = changed_solution("06_loop", right, wrong)
     with pytest.raises(lesson.NotRight, match=words):
         judge(names["my_loop"])
 
@@ -82,11 +84,8 @@ def test_a_wrong_loop_is_refused(judge, right, wrong, words):
 @pytest.fixture
 def judge_claims():
     """The check of lesson 07's exercise: its own cells, run with these functions in the stubs' place."""
-    cells = json.loads((NOTEBOOKS / "07_scoreboard.ipynb").read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    stubs, claims, checks = (
-        next(s for s in sources if s.startswith(f)) for f in ("def most_tokens", "claims", "def right_bound")
-    )
+    starts = "def most_tokens", "claims", "def right_bound"
+    stubs, claims, checks = (cell("07_scoreboard.ipynb", start) for start in starts)
 
     def run(mine: dict | None = None) -> bool:
         names = {"lesson": lesson, "h200": DATASHEETS["h200"], "shape": SHAPES["qwen2.5-coder-7b"]}
@@ -116,9 +115,6 @@ def test_the_claims_are_not_yet_until_the_solution_is_in(judge_claims):
     ],
 )
 def test_wrong_counts_of_claims_are_refused(judge_claims, right, wrong, words):
-    text = (NOTEBOOKS / "solutions" / "07_claims.py").read_text(encoding="utf-8")
-    assert right in text
-    mine = {}
-    exec(text.replace(right, wrong), mine)
+    mine = changed_solution("07_claims", right, wrong)
     with pytest.raises(lesson.NotRight, match=words):
         judge_claims({name: mine[name] for name in ("most_tokens", "impossible")})
