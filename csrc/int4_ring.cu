@@ -27,16 +27,11 @@
 // turn. Then x becomes whole numbers (csrc/include/split.cuh). A word of weights becomes two words of signed bytes by
 // one shift and two masks, where halves need a shift and four, and bytes leave no offsets to take off.
 
-#include "int4_mma.cuh"
-#include "mbarrier.cuh"
-#include "pack.cuh"
-#include "split.cuh"
+#include "int4_ring.cuh"
 #include "sync.cuh"
 
-constexpr int RING_STAGES = 2, RING_WARPS = 16, RING_THREADS = 32 * RING_WARPS;
-constexpr int RING_CHUNK = 512;  // columns of a stage
+constexpr int NORM_COLS = 16384;  // at most, with a norm
 enum Input { HALF_X, NORM_X, SPLIT_X };
-template <int n> struct Count { static constexpr int value = n; };
 extern __shared__ __align__(128) unsigned char ring[];
 
 // x (tokens, cols) as whole numbers, for SPLIT_X. Launch: a thread for each eight columns of all tokens.
@@ -58,13 +53,11 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
                    unsigned cols, int slots, float factor, float y_factor) {
     static_assert(is_group_size<GROUP>, "scales of this group size are not what the packer writes");
     static_assert(INPUT != NORM_X || TOKENS == 1, "each token has a norm of its own");
-    constexpr int STEP = GROUP < 64 ? 64 : GROUP;  // columns taken at a time
-    constexpr int MMAS = (TOKENS + 3) / 4;         // a mma has eight columns: the bytes of four tokens
-    constexpr int SCALE_BYTES = RING_CHUNK / GROUP * 32;
-    constexpr int STAGE_BYTES = RING_CHUNK * 8 + (ZEROS ? 2 : 1) * SCALE_BYTES;
+    constexpr int MMAS = (TOKENS + 3) / 4;  // a mma has eight columns: the bytes of four tokens
+    constexpr int STAGE_BYTES = Stage<GROUP, ZEROS>::BYTES;
     constexpr int UNIT = SWIGLU ? 2 : 1;  // tiles that stay together
     __shared__ mbarrier_t full[RING_WARPS][RING_STAGES];
-    __shared__ float squares[RING_WARPS];
+    __shared__ float squares[INPUT == NORM_X ? NORM_COLS / 256 : 1];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int chunks = (cols + RING_CHUNK - 1) / RING_CHUNK;  // of a tile
@@ -83,17 +76,8 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     int next_tile = first_tile + warp / chunks, next_chunk = warp % chunks;
     const auto fill = [&](int stage) {
         if (next_tile >= end_tile) return;
-        const unsigned from = next_chunk * RING_CHUNK, columns = min(cols - from, static_cast<unsigned>(RING_CHUNK));
-        const size_t place = static_cast<size_t>(next_tile) * cols + from;
-        const unsigned scale_bytes = columns / GROUP * 32;
-        unsigned char* to = stages + stage * STAGE_BYTES;
-        mbarrier_t* landed = &full[warp][stage];
-        mbarrier_arrive_expect_bytes(landed, columns * 8 + (ZEROS ? 2 : 1) * scale_bytes);
-        bulk_copy(to, words + place * 2, columns * 8, landed);
-        bulk_copy(to + RING_CHUNK * 8, scales + place / GROUP * 16, scale_bytes, landed);
-        if constexpr (ZEROS) {
-            bulk_copy(to + RING_CHUNK * 8 + SCALE_BYTES, zeros + place / GROUP * 16, scale_bytes, landed);
-        }
+        fill_stage<GROUP, ZEROS>(stages + stage * STAGE_BYTES, &full[warp][stage], words, scales, zeros, next_tile,
+                                 next_chunk * RING_CHUNK, cols);
         for (next_chunk += RING_WARPS; next_chunk >= chunks; ++next_tile) next_chunk -= chunks;
     };
 
@@ -103,16 +87,11 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         for (int stage = 0; stage < RING_STAGES; ++stage) fill(stage);
     }
     __syncwarp();
-    // A warp takes 32 octets of x at a time. Blocks begin at different ones, else all would ask for the same at once.
-    const int octets = tokens * (cols / 8), pieces = (octets + 31) / 32;
-    const auto octet_of = [&](int i) {
-        const int piece = i * RING_WARPS + warp, turned = piece + pieces * blockIdx.x / gridDim.x;
-        return piece < pieces ? (turned < pieces ? turned : turned - pieces) * 32 + lane : octets;
-    };
+    const Octets octets(tokens * (cols / 8));
     if constexpr (INPUT == NORM_X) {  // nor does the norm depend on anyone; it waits where its octet of x will lie
-        for (int i = 0; i * RING_WARPS < pieces; ++i) {
-            const int octet = octet_of(i);
-            if (octet >= octets) continue;
+        for (int i = 0; i * RING_WARPS < octets.pieces; ++i) {
+            const int octet = octets.octet(i);
+            if (octet >= octets.count) continue;
             const uint4 eight = load_pack(norm + octet * 8).bits;
             *reinterpret_cast<uint2*>(x_bytes + octet_place(octet)) = make_uint2(eight.x, eight.y);
             *reinterpret_cast<uint2*>(x_bytes + octet_place(octet) + 64) = make_uint2(eight.z, eight.w);
@@ -126,62 +105,24 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     const float early_residual = early && residual ? residual[first_tile * 16 + threadIdx.x] : 0.0f;
 
     if constexpr (INPUT == HALF_X) {
-        const auto split = [&](auto count) {  // loads of so many pieces in flight
-            constexpr int COUNT = decltype(count)::value;
-            for (int i0 = 0; i0 * RING_WARPS < pieces; i0 += COUNT) {
-                Pack<__half> pack[COUNT];
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) {
-                    const int octet = octet_of(i0 + i);
-                    pack[i] = zero_pack<__half>();
-                    if (octet < octets) pack[i] = load_pack(static_cast<const __half*>(x) + octet * 8);
-                }
-                SplitOctet made[COUNT];
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) {
-                    float v[8];
-                    unpack_halves(pack[i].bits, v);
-                    made[i] = split_octet<GROUP, ZEROS>(v);
-                }
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) {
-                    const int octet = octet_of(i0 + i);
-                    if (octet < octets) store_octet<GROUP>(made[i], octet, x_bytes, x_groups);
-                }
-            }
-        };
-        if (pieces <= RING_WARPS) split(Count<1>());
-        else split(Count<(TOKENS > 4 ? 7 : 5)>());
+        split_halves<GROUP, ZEROS, (TOKENS > 4 ? 7 : 5)>(octets, static_cast<const __half*>(x), x_bytes, x_groups);
         __syncthreads();
     }
     if constexpr (INPUT == NORM_X) {
-        float square = 0.0f;
-        for (int i = 0; i * RING_WARPS < pieces; ++i) {
-            const int octet = octet_of(i);
-            float v[8] = {};
-            if (octet < octets) {
-                const float4 a = static_cast<const float4*>(x)[octet * 2];
-                const float4 b = static_cast<const float4*>(x)[octet * 2 + 1];
-                const uint2 w = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet));
-                const uint2 w4 = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet) + 64);
-                const float h[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-                unpack_halves(make_uint4(w.x, w.y, w4.x, w4.y), v);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    square = fmaf(h[j], h[j], square);
-                    v[j] *= h[j];
-                }
+        for (int i = 0; i * RING_WARPS < octets.pieces; ++i) {
+            const int octet = octets.octet(i);
+            uint4 weights = zero_pack<__half>().bits;
+            if (octet < octets.count) {
+                const uint2 low = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet));
+                const uint2 high = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet) + 64);
+                weights = make_uint4(low.x, low.y, high.x, high.y);
             }
-            const SplitOctet split = split_octet<GROUP, ZEROS>(v);
-            if (octet < octets) store_octet<GROUP>(split, octet, x_bytes, x_groups);
+            const float* h = static_cast<const float*>(x);
+            const float square = warp_sum(split_normed<GROUP, ZEROS>(octets, octet, h, weights, x_bytes, x_groups));
+            if (lane == 0 && octets.piece(i) < octets.pieces) squares[octets.piece(i)] = square;
         }
-        square = warp_sum(square);
-        if (lane == 0) squares[warp] = square;
         __syncthreads();
-        square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < RING_WARPS; ++i) square += squares[i];
-        factor = 1.0f / sqrtf(square / cols + factor);
+        factor = norm_factor(squares, octets.pieces, cols, factor);
     }
 
     // Not before x is here: the next kernel's rings would be filled by the same memory.
@@ -204,59 +145,8 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         const int last = min(first + slots, end_tile);
         float sum[MMAS][2] = {};
         while (tile < last) {
-            const unsigned char* here = stages + stage * STAGE_BYTES;
-            const unsigned from = chunk * RING_CHUNK, columns = min(cols - from, static_cast<unsigned>(RING_CHUNK));
-            const auto add_group = [&](unsigned group, const int (&d)[MMAS][4]) {
-                const unsigned* line = reinterpret_cast<const unsigned*>(here + RING_CHUNK * 8 + group * 32);
-                const float2 scale = half2_to_float2(line[g]);
-#pragma unroll
-                for (int m = 0; m < MMAS; ++m) {
-                    const SplitGroup of_x = group_lane[m][from / GROUP + group];
-                    int top = 256 * d[m][0] + d[m][1], bottom = 256 * d[m][2] + d[m][3];
-                    if constexpr (ZEROS) {
-                        const float2 z = half2_to_float2(line[SCALE_BYTES / 4 + g]);
-                        top -= static_cast<int>(16.0f * z.x) * of_x.sum;
-                        bottom -= static_cast<int>(16.0f * z.y) * of_x.sum;
-                    }
-                    sum[m][0] = fmaf(scale.x * of_x.scale, static_cast<float>(top), sum[m][0]);     // row g
-                    sum[m][1] = fmaf(scale.y * of_x.scale, static_cast<float>(bottom), sum[m][1]);  // row g + 8
-                }
-            };
-            const auto take = [&](unsigned k0) {  // STEP columns
-                int d[MMAS][4];
-#pragma unroll
-                for (int k = 0; k < STEP; k += 64) {
-                    const uint4 w = reinterpret_cast<const uint4*>(here + (k0 + k) * 8)[lane];
-                    uint4 b[MMAS];
-#pragma unroll
-                    for (int m = 0; m < MMAS; ++m) {
-                        b[m] = *reinterpret_cast<const uint4*>(x_lane[m] + (from + k0 + k) * 2);
-                    }
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        if ((k + 32 * half) % GROUP == 0) {
-#pragma unroll
-                            for (int i = 0; i < 4 * MMAS; ++i) d[i / 4][i % 4] = 0;
-                        }
-                        int a[4];
-                        unpack_bytes(half ? w.z : w.x, a[0], a[2]);  // row g
-                        unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
-#pragma unroll
-                        for (int m = 0; m < MMAS; ++m) {
-                            mma_16x8x32_s8(d[m], a, half ? make_uint2(b[m].z, b[m].w) : make_uint2(b[m].x, b[m].y));
-                        }
-                        if ((k + 32 * half + 32) % GROUP == 0) add_group((k0 + k + 32 * half) / GROUP, d);
-                    }
-                }
-            };
             mbarrier_wait(&full[warp][stage], parity);
-            if (columns == RING_CHUNK) {
-#pragma unroll
-                for (unsigned k0 = 0; k0 < RING_CHUNK; k0 += STEP) take(k0);
-            } else {
-#pragma unroll 1
-                for (unsigned k0 = 0; k0 < columns; k0 += STEP) take(k0);
-            }
+            multiply_stage<GROUP, ZEROS>(stages + stage * STAGE_BYTES, chunk * RING_CHUNK, cols, x_lane, group_lane, sum);
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) fill(stage);
             if (++stage == RING_STAGES) {

@@ -584,4 +584,4 @@ def test_quantize_x_refuses_what_it_cannot_take(no_launch):
     ],
 )
 def test_launches_that_overlap_leave_multiprocessors_to_the_next(rows, cols, blocks):
-    assert int4_ring._blocks(rows // 16, cols, 132) == blocks
+    assert int4_ring.overlapping_blocks(rows // 16, cols, 132) == blocks
