@@ -208,18 +208,15 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
     constexpr int BLOCKS = HEAD_DIM / 32;  // of 32 dimensions, in K
     constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions, in V
     constexpr int TILES = HEAD_DIM / 16;   // of 16 dimensions, in O
-    const auto& [q, qkv, cos, sin, pages, table, length, out, partial, lse, arrivals, scale_log2, appended, group,
-                 max_pages, positions] = of;
-    auto& [query, fresh, board] = shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
     const int stride = splits * ATTENTION_WARPS;
     // Ordered loads: others the compiler moves behind the branch that waits for the length.
     const auto first_number = [&](int page) {
-        return static_cast<int>(ld_relaxed(reinterpret_cast<const unsigned*>(table) + min(page, max_pages - 1)));
+        return static_cast<int>(ld_relaxed(reinterpret_cast<const unsigned*>(of.table) + min(page, of.max_pages - 1)));
     };
     int page = split * ATTENTION_WARPS + warp, number = first_number(page), next_number = first_number(page + stride);
-    const int tokens = cached_tokens(length, appended, max_pages);
+    const int tokens = cached_tokens(of.length, of.appended, of.max_pages);
     const int page_count = ceil_div(tokens, PAGE_SIZE);
     // Nobody waits for splits that have no page.
     const int live_splits = max(1, min(splits, ceil_div(page_count, ATTENTION_WARPS)));
@@ -233,7 +230,7 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
     uint4 k[BLOCKS][2], v[HALVES][4];
     // Through the L1 cache: a request for keys takes half of eight lines, and the next one the other half.
     const auto ask_keys = [&] {
-        const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + 8 * t;
+        const T* from = kv_page<HEAD_DIM>(of.pages, number, kv_head, kv_heads) + 8 * t;
         const int last = stored - 1 - page * PAGE_SIZE;
         const int top = min(g, last) * HEAD_DIM, bottom = min(g + 8, last) * HEAD_DIM;
 #pragma unroll
@@ -243,7 +240,7 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
         }
     };
     const auto ask_values = [&] {
-        const T* from = kv_page<HEAD_DIM>(pages, number, kv_head, kv_heads) + PAGE_SIZE * HEAD_DIM + 8 * g;
+        const T* from = kv_page<HEAD_DIM>(of.pages, number, kv_head, kv_heads) + PAGE_SIZE * HEAD_DIM + 8 * g;
         const int last = stored - 1 - page * PAGE_SIZE;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -254,7 +251,7 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
             }
         }
     };
-    const bool early = page < page_count && (ROPE || (appended > 0 && page < page_count - 1));
+    const bool early = page < page_count && (ROPE || (of.appended > 0 && page < page_count - 1));
     if (early) {
         ask_keys();
         ask_values();
@@ -262,52 +259,52 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
     if constexpr (ROPE) {
         constexpr int QUARTER = HEAD_DIM / 4, ROWS = ATTENTION_THREADS / QUARTER;  // threads of a head, heads at a time
         constexpr int ROUNDS = (HEADS + 2 + ROWS - 1) / ROWS;
-        const int position = *length, i = threadIdx.x % QUARTER, heads = group * kv_heads;
-        const bool fits = position >= 0 && position < positions && position < max_pages * PAGE_SIZE;
+        const int position = *of.length, i = threadIdx.x % QUARTER, heads = of.group * kv_heads;
+        const bool fits = position >= 0 && position < of.positions && position < of.max_pages * PAGE_SIZE;
         float2 c = make_float2(__uint_as_float(0x7fffffffu), __uint_as_float(0x7fffffffu)), s = c;
         T* home = nullptr;  // of the new token, for the one block that stores it
         if (fits) {
-            c = reinterpret_cast<const float2*>(cos + static_cast<size_t>(position) * HEAD_DIM)[i];
-            s = reinterpret_cast<const float2*>(sin + static_cast<size_t>(position) * HEAD_DIM)[i];
+            c = reinterpret_cast<const float2*>(of.cos + static_cast<size_t>(position) * HEAD_DIM)[i];
+            s = reinterpret_cast<const float2*>(of.sin + static_cast<size_t>(position) * HEAD_DIM)[i];
             if (split == position / PAGE_SIZE / ATTENTION_WARPS % live_splits) {
-                home = kv_page<HEAD_DIM>(pages, table[position / PAGE_SIZE], kv_head, kv_heads) +
+                home = kv_page<HEAD_DIM>(of.pages, of.table[position / PAGE_SIZE], kv_head, kv_heads) +
                        position % PAGE_SIZE * HEAD_DIM;
             }
         }
         // Dimensions 2i and 2i + 1 of a query head, and further on those of its second half.
         const auto words_of = [&](int row) {
-            return reinterpret_cast<unsigned*>(&query[0][0]) + i / 16 * 128 + row * 16 + i % 16;
+            return reinterpret_cast<unsigned*>(&shared.query[0][0]) + i / 16 * 128 + row * 16 + i % 16;
         };
         for (int row = threadIdx.x / QUARTER; row < HEADS; row += ROWS) {  // heads that do not exist
-            if (row >= group) words_of(row)[0] = words_of(row)[BLOCKS * 64] = 0;
+            if (row >= of.group) words_of(row)[0] = words_of(row)[BLOCKS * 64] = 0;
         }
         turn.wait();
         float2 first[ROUNDS], second[ROUNDS];
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int row = r * ROWS + threadIdx.x / QUARTER;  // the query heads, the key, the value
-            if (row >= group + 2) break;
-            const int head = row < group ? kv_head * group + row : heads + (row - group) * kv_heads + kv_head;
-            const float2* from = reinterpret_cast<const float2*>(qkv + head * HEAD_DIM);
+            if (row >= of.group + 2) break;
+            const int head = row < of.group ? kv_head * of.group + row : heads + (row - of.group) * kv_heads + kv_head;
+            const float2* from = reinterpret_cast<const float2*>(of.qkv + head * HEAD_DIM);
             first[r] = from[i];
             second[r] = from[QUARTER + i];
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int row = r * ROWS + threadIdx.x / QUARTER;
-            if (row >= group + 2) break;
-            if (row <= group) rotate(first[r], second[r], c, s);
+            if (row >= of.group + 2) break;
+            if (row <= of.group) rotate(first[r], second[r], c, s);
             const unsigned a = word_from<T>(first[r].x, first[r].y), b = word_from<T>(second[r].x, second[r].y);
-            if (row < group) {
+            if (row < of.group) {
                 words_of(row)[0] = a;
                 words_of(row)[BLOCKS * 64] = b;
                 continue;
             }
-            unsigned* to = reinterpret_cast<unsigned*>(fresh[row - group]) + i;
+            unsigned* to = reinterpret_cast<unsigned*>(shared.fresh[row - of.group]) + i;
             to[0] = a;
             to[QUARTER] = b;
             if (home != nullptr) {
-                to = reinterpret_cast<unsigned*>(home + (row - group) * PAGE_SIZE * HEAD_DIM) + i;
+                to = reinterpret_cast<unsigned*>(home + (row - of.group) * PAGE_SIZE * HEAD_DIM) + i;
                 to[0] = a;
                 to[QUARTER] = b;
             }
@@ -319,8 +316,8 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
             ask_values();
         }
         if (warp < BLOCKS) {
-            const T* from = q + (kv_head * group + min(g, group - 1)) * HEAD_DIM + 32 * warp + 8 * t;
-            query[warp][lane] = g < group ? load_pack(from).bits : zero_pack<T>().bits;
+            const T* from = of.q + (kv_head * of.group + min(g, of.group - 1)) * HEAD_DIM + 32 * warp + 8 * t;
+            shared.query[warp][lane] = g < of.group ? load_pack(from).bits : zero_pack<T>().bits;
         }
     }
     turn.has_query();
@@ -333,17 +330,17 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
             const int last = stored - page * PAGE_SIZE;  // the new token's row
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
-                if (g + i % 2 * 8 == last) k[i / 2][i % 2] = fresh[0][i / 2 * 4 + t];
+                if (g + i % 2 * 8 == last) k[i / 2][i % 2] = shared.fresh[0][i / 2 * 4 + t];
             }
 #pragma unroll
             for (int i = 0; i < 4 * HALVES; ++i) {
-                if (2 * t + i % 2 + i / 2 % 2 * 8 == last) v[i / 4][i % 4] = fresh[1][i / 4 * 8 + g];
+                if (2 * t + i % 2 + i / 2 % 2 * 8 == last) v[i / 4][i % 4] = shared.fresh[1][i / 4 * 8 + g];
             }
         }
         float s[4] = {};  // tokens g and g + 8 of the page; of each, heads 2t and 2t + 1
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
-            const uint4 top = k[b][0], bottom = k[b][1], x = query[b][lane];
+            const uint4 top = k[b][0], bottom = k[b][1], x = shared.query[b][lane];
             const unsigned a0[4] = {top.x, bottom.x, top.y, bottom.y}, x0[2] = {x.x, x.y};
             const unsigned a1[4] = {top.z, bottom.z, top.w, bottom.w}, x1[2] = {x.z, x.w};
             multiply(s, a0, x0, T());
@@ -353,10 +350,10 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
         page += stride;
         number = next_number;
         if (page < page_count) ask_keys();
-        next_number = table[min(page + stride, max_pages - 1)];
+        next_number = of.table[min(page + stride, of.max_pages - 1)];
 
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = token + i / 2 * 8 < tokens ? s[i] * scale_log2 : minus_infinity();
+        for (int i = 0; i < 4; ++i) s[i] = token + i / 2 * 8 < tokens ? s[i] * of.scale_log2 : minus_infinity();
         float keep[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -386,10 +383,10 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
     }
 
     float answer[4];  // of tile `warp`: two dimensions, and of each, heads 2t and 2t + 1
-    add_warps(board, o, m, l, answer, turn);
+    add_warps(shared.board, o, m, l, answer, turn);
     if (live_splits > 1) {
-        uint2* answers = partial + static_cast<size_t>(kv_head * splits) * TILES * 32;
-        float* lses = lse + kv_head * splits * HEADS;
+        uint2* answers = of.partial + static_cast<size_t>(kv_head * splits) * TILES * 32;
+        float* lses = of.lse + kv_head * splits * HEADS;
         if (warp < TILES) {
             answers[(split * TILES + warp) * 32 + lane] =
                 make_uint2(word_from<T>(answer[0], answer[1]), word_from<T>(answer[2], answer[3]));
@@ -400,20 +397,20 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
         }
         turn.sync();
         if (threadIdx.x == 0) {  // whoever arrives last finds all the others there
-            board.is_last = atomic_add_acq_rel(&arrivals[kv_head], 1u) == static_cast<unsigned>(live_splits - 1);
-            if (board.is_last) arrivals[kv_head] = 0u;  // for the next launch
+            shared.board.is_last = atomic_add_acq_rel(&of.arrivals[kv_head], 1u) == static_cast<unsigned>(live_splits - 1);
+            if (shared.board.is_last) of.arrivals[kv_head] = 0u;  // for the next launch
         }
         turn.sync();
-        if (!board.is_last) return false;
-        add_splits<T>(board, answers, lses, live_splits, answer, turn);
+        if (!shared.board.is_last) return false;
+        add_splits<T>(shared.board, answers, lses, live_splits, answer, turn);
     }
     if (warp >= TILES) return true;
     if (ROPE && tokens < 1) answer[0] = answer[1] = answer[2] = answer[3] = __uint_as_float(0x7fffffffu);  // no position
     const int dim = 64 * (warp / 4) + 8 * g + 2 * (warp % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        if (2 * t + h < group) {
-            T* to = out + (kv_head * group + 2 * t + h) * HEAD_DIM + dim;
+        if (2 * t + h < of.group) {
+            T* to = of.out + (kv_head * of.group + 2 * t + h) * HEAD_DIM + dim;
             *reinterpret_cast<unsigned*>(to) = word_from<T>(answer[h], answer[2 + h]);
         }
     }
