@@ -8,27 +8,29 @@
 //   arrivals (BARRIERS, 32)  zero before and after
 //
 // Must move:  weights, scales, norms and biases of all layers, and their caches, once.
-// Launch:     one block of RING_THREADS for each multiprocessor at most: all must be there at once, since they wait for
-//             each other. Dynamic shared memory: rings, sums, layers, x; see nanoqwen/kernels/decode_layers.py.
+// Launch:     one block of THREADS for each multiprocessor at most: all must be there at once, since they wait for each
+//             other. Dynamic shared memory: rings, sums, layers, x; see nanoqwen/kernels/decode_layers.py.
 // Teaches:    what a launch costs is not its start but its end: rings that run dry.
 //
-// Between two kernels every ring runs empty, and it takes a microsecond until the next one's weights arrive. Here lane 0
-// of a warp fills a stage with the next chunk that the warp will want, be it of this product or of the next, and while
-// the blocks wait for each other the weights go on coming.
+// Between two kernels every ring runs empty, and it takes a microsecond until the next one's weights arrive. Here one
+// warp does nothing but fill rings, its lane i that of warp i, with the next chunk that the warp will want, be it of this
+// product or of the next: while the blocks wait for each other the weights go on coming.
 //
 //     product    |      o      | wait |   gate_up ...
 //     ring, in   | o  gate_up gate_up |            the ring is full when x of gate_up is there
 //
 // What the blocks of a launch wait for is the end of the launch before. Here they count: a block that has written its
-// rows adds one, with release, and who wants the vector looks, with acquire, until all have.
+// rows adds one, with release, and who wants the vector looks, with acquire, until all have. What is not in a ring and
+// will be wanted soon, keys, values, norms and biases, is brought into the L2 cache meanwhile.
 
 #include "attention_mma.cuh"
 #include "int4_ring.cuh"
 #include "sync.cuh"
 
+constexpr int WARPS = ATTENTION_WARPS, THREADS = 32 * (WARPS + 1);  // the last warp fills the rings of the others
+constexpr int MOST_STAGES = 8;
 enum Product { QKV, O, GATE_UP, DOWN, PRODUCTS };
 enum Barrier { ATTENDED = PRODUCTS, LEFT, BARRIERS };  // after those of the products
-constexpr int NORM_COLS = 16384;                       // at most
 extern __shared__ __align__(128) unsigned char ring[];
 
 struct Layer {
@@ -52,36 +54,39 @@ __device__ __forceinline__ void wait_for(const unsigned* arrivals, unsigned want
     }
 }
 
+// A barrier of the warps that multiply.
+__device__ __forceinline__ void sync_warps() { named_barrier_sync(1, 32 * WARPS); }
+
 struct AfterQkv {  // attention's turn
-    static constexpr int ANSWERS_AHEAD = 17;  // fewer registers than where attention has a kernel of its own
+    static constexpr int ANSWERS_AHEAD = 34;
     const unsigned* arrivals;
     unsigned wanted;
 
     __device__ __forceinline__ void wait() const {
         wait_for(arrivals, wanted);
-        sync();
+        sync_warps();
     }
     __device__ __forceinline__ void has_query() const {}
-    __device__ __forceinline__ void sync() const { named_barrier_sync(1, ATTENTION_THREADS); }
+    __device__ __forceinline__ void sync() const { sync_warps(); }
 };
 
 template <int GROUP, int HEAD_DIM>
-__global__ void __launch_bounds__(RING_THREADS, 1)
+__global__ void __launch_bounds__(THREADS, 1)
     decode_layers(const Layer* layers, float* h, float* qkv, __half* attended, __half* act, const float* cos,
                   const float* sin, const int* table, const int* length, uint2* partial, float* lse, unsigned* answers,
                   unsigned* arrivals, int count, unsigned hidden, int group, int kv_heads, unsigned inner, int splits,
-                  int max_pages, int positions, unsigned sum_bytes, float eps, float scale_log2, float act_factor,
-                  float act_shrink) {
+                  int max_pages, int positions, int stages, unsigned sum_bytes, float eps, float scale_log2,
+                  float act_factor, float act_shrink) {
     constexpr int STAGE_BYTES = Stage<GROUP, false>::BYTES;
-    __shared__ mbarrier_t full[RING_WARPS][RING_STAGES];
+    __shared__ mbarrier_t full[WARPS][MOST_STAGES], empty[WARPS][MOST_STAGES];
     __shared__ Share shares[PRODUCTS];
     __shared__ float squares[NORM_COLS / 256];
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const unsigned q_size = group * kv_heads * HEAD_DIM, widest = max(max(hidden, q_size), inner);
-    unsigned char* stages = ring + warp * RING_STAGES * STAGE_BYTES;
-    float* sums = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);  // [tiles][parts][16]
-    Layer* here = reinterpret_cast<Layer*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES + sum_bytes);
+    const int ring_bytes = WARPS * stages * STAGE_BYTES;
+    float* sums = reinterpret_cast<float*>(ring + ring_bytes);  // [tiles][chunks][16]
+    Layer* here = reinterpret_cast<Layer*>(ring + ring_bytes + sum_bytes);
     unsigned char* room = reinterpret_cast<unsigned char*>(here + count);  // of x, and of attention when x is done with
     SplitGroup* x_groups = reinterpret_cast<SplitGroup*>(room);
     unsigned char* x_bytes = room + (widest / GROUP + 1) / 2 * 16;
@@ -96,42 +101,58 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
                          static_cast<int>(units * blockIdx.x / gridDim.x) * unit,
                          static_cast<int>(units * (blockIdx.x + 1) / gridDim.x) * unit};
     }
-    for (int i = threadIdx.x; i < count * static_cast<int>(sizeof(Layer) / 8); i += RING_THREADS) {
+    for (int i = threadIdx.x; i < count * static_cast<int>(sizeof(Layer) / 8); i += THREADS) {
         reinterpret_cast<uint2*>(here)[i] = reinterpret_cast<const uint2*>(layers)[i];
     }
-    if (lane == 0) {
-        for (int stage = 0; stage < RING_STAGES; ++stage) mbarrier_init(&full[warp][stage], 1);
+    if (threadIdx.x < WARPS * MOST_STAGES) {
+        mbarrier_init(&full[0][0] + threadIdx.x, 1);
+        mbarrier_init(&empty[0][0] + threadIdx.x, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
 
-    int ahead = -1, next_tile = 0, next_chunk = 0, next_end = 0;  // the chunk that a stage will be filled with
-    const auto fill = [&](int stage) {
-        while (next_tile >= next_end) {
-            if (++ahead >= count * PRODUCTS) return;
-            const Share share = shares[ahead % PRODUCTS];
-            next_tile = share.first_tile + warp / share.chunks;
-            next_chunk = warp % share.chunks;
-            next_end = share.end_tile;
+    if (warp == WARPS) {
+        if (lane >= WARPS) return;
+        unsigned char* const to = ring + lane * stages * STAGE_BYTES;
+        int product = -1, left = 0, chunk = 0, tile = 0, stage = 0, lap = 0;
+        Share share = {};
+        const unsigned* words = nullptr;
+        const __half* scales = nullptr;
+        for (;;) {  // lanes whose ring is full come back later
+            if (left <= 0) {
+                if (++product == count * PRODUCTS) return;
+                share = shares[product % PRODUCTS];
+                words = here[product / PRODUCTS].words[product % PRODUCTS];
+                scales = here[product / PRODUCTS].scales[product % PRODUCTS];
+                left = (share.end_tile - share.first_tile) * share.chunks - lane;
+                tile = share.first_tile + lane / share.chunks;
+                chunk = lane % share.chunks;
+            } else if (lap == 0 || mbarrier_test_wait(&empty[lane][stage], lap % 2 ^ 1)) {
+                fill_stage<GROUP, false>(to + stage * STAGE_BYTES, &full[lane][stage], words, scales, nullptr, tile,
+                                         chunk * RING_CHUNK, share.cols);
+                left -= WARPS;
+                for (chunk += WARPS; chunk >= share.chunks; ++tile) chunk -= share.chunks;
+                if (++stage == stages) {
+                    stage = 0;
+                    ++lap;
+                }
+            }
         }
-        const int which = ahead % PRODUCTS, chunks = shares[which].chunks;
-        const Layer& layer = here[ahead / PRODUCTS];
-        fill_stage<GROUP, false>(stages + stage * STAGE_BYTES, &full[warp][stage], layer.words[which],
-                                 layer.scales[which], nullptr, next_tile, next_chunk * RING_CHUNK, shares[which].cols);
-        for (next_chunk += RING_WARPS; next_chunk >= chunks; ++next_tile) next_chunk -= chunks;
-    };
-    if (lane == 0) {
-        for (int stage = 0; stage < RING_STAGES; ++stage) fill(stage);
     }
-    __syncwarp();
+
+    // Attention: whether this block has a split of a KV head's pages, and this lane a page of it to ask for.
+    const int kv_head = blockIdx.x / splits, split = blockIdx.x % splits;
+    const int page_count = ceil_div(cached_tokens(length, 1, max_pages), PAGE_SIZE);
+    const bool attends = kv_head < kv_heads && split <= (page_count - 1) / WARPS;
+    const int page = split * WARPS + warp + lane * splits * WARPS;
+    const int number = attends && page < page_count ? table[page] : -1;
 
     const unsigned char* const x_lane[1] = {x_bytes + g % 2 * 64 + t * 16};
     const SplitGroup* const group_lane[1] = {x_groups};
     const auto all = [&](int barrier, int layer, int each) {  // wait until `each` have arrived for each layer so far
         wait_for(arrivals + 32 * barrier, (layer + 1) * each);
-        __syncthreads();
+        sync_warps();
     };
-    const int last_split = (ceil_div(cached_tokens(length, 1, max_pages), PAGE_SIZE) - 1) / ATTENTION_WARPS;
     int stage = 0, parity = 0;
 #pragma unroll 1
     for (int product = 0; product < count * PRODUCTS; ++product) {
@@ -140,21 +161,30 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         const Share share = shares[which];
 
         if (which == O) {
-            const int kv_head = blockIdx.x / splits, split = blockIdx.x % splits;
-            if (warp < ATTENTION_WARPS && kv_head < kv_heads && split <= last_split) {
+            if (attends) {
                 const Attention<__half> attention = {nullptr, qkv, cos, sin, of.pages, table, length, attended,
                                                      partial, lse, answers, scale_log2, 1, group, max_pages, positions};
                 auto& shared = *reinterpret_cast<AttentionShared<HEAD_DIM>*>(room);
                 const AfterQkv turn = {arrivals + 32 * QKV, (layer + 1) * gridDim.x};
                 if (attend<__half, HEAD_DIM, true>(attention, shared, split, splits, kv_head, kv_heads, turn)) {
-                    turn.sync();
+                    sync_warps();
                     if (threadIdx.x == 0) red_add_release(arrivals + 32 * ATTENDED, 1u);
                 }
             }
         }
+        if (which == QKV && number >= 0) {
+            bulk_prefetch(kv_page<HEAD_DIM>(of.pages, number, kv_head, kv_heads), 2 * PAGE_SIZE * HEAD_DIM * 2);
+        }
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            if (which == QKV) bulk_prefetch(of.norms[1], hidden * 2);
+            if (which == DOWN && layer + 1 < count) {
+                bulk_prefetch(here[layer + 1].norms[0], hidden * 2);
+                bulk_prefetch(here[layer + 1].bias, (q_size + 2 * kv_heads * HEAD_DIM) * 4);
+            }
+        }
 
         float factor = which == DOWN ? act_factor : 1.0f;
-        const Octets octets(share.cols / 8);
+        const Octets<WARPS> octets(share.cols / 8);
         if (which == QKV || which == GATE_UP) {
             const __half* norm = of.norms[which / 2];
             uint4 weights = zero_pack<__half>().bits;  // on their way before h is there
@@ -162,7 +192,7 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
             if (product == 0) wait_for_predecessor();
             else if (which == QKV) all(DOWN, layer - 1, gridDim.x);
             else all(O, layer, gridDim.x);
-            for (int i = 0; i * RING_WARPS < octets.pieces; ++i) {
+            for (int i = 0; i * WARPS < octets.pieces; ++i) {
                 const int octet = octets.octet(i);
                 if (i > 0 && octet < octets.count) weights = load_pack(norm + octet * 8).bits;
                 const float square = warp_sum(split_normed<GROUP, false>(octets, octet, h, weights, x_bytes, x_groups));
@@ -171,60 +201,53 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         } else {
             if (which == O) all(ATTENDED, layer, kv_heads);
             else all(GATE_UP, layer, gridDim.x);
-            split_halves<GROUP, false, 5>(octets, which == O ? attended : act, x_bytes, x_groups);
+            split_halves<GROUP, false, 10>(octets, which == O ? attended : act, x_bytes, x_groups);
         }
         // What is added to a row in the end is asked for long before.
         const int rows = (share.end_tile - share.first_tile) * 16, first_row = share.first_tile * 16;
         const float* added = which == QKV ? of.bias : h;
         const float early = which != GATE_UP && threadIdx.x < rows ? added[first_row + threadIdx.x] : 0.0f;
-        __syncthreads();
+        sync_warps();
         if (which == QKV || which == GATE_UP) factor = norm_factor(squares, octets.pieces, hidden, eps);
         if (product == count * PRODUCTS - 1) launch_dependents();
 
-        const int chunks = share.chunks, parts = min(chunks, RING_WARPS);
-        int tile = share.first_tile + warp / chunks, chunk = warp % chunks;
-        float sum[1][2] = {};
-        while (tile < share.end_tile) {
+        const int chunks = share.chunks, all_chunks = (share.end_tile - share.first_tile) * chunks;
+        for (int i = warp, chunk = warp % chunks; i < all_chunks; i += WARPS) {
+            float sum[1][2] = {};
             mbarrier_wait(&full[warp][stage], parity);
-            multiply_stage<GROUP, false>(stages + stage * STAGE_BYTES, chunk * RING_CHUNK, share.cols, x_lane,
-                                         group_lane, sum);
-            __syncwarp();  // all lanes have read the stage
-            if (lane == 0) fill(stage);
-            if (++stage == RING_STAGES) {
+            multiply_stage<GROUP, false>(ring + (warp * stages + stage) * STAGE_BYTES, chunk * RING_CHUNK, share.cols,
+                                         x_lane, group_lane, sum, [&] {
+                                             __syncwarp();  // all lanes have
+                                             if (lane == 0) mbarrier_arrive(&empty[warp][stage]);
+                                         });
+            if (++stage == stages) {
                 stage = 0;
                 parity ^= 1;
             }
-            const int this_tile = tile, part = chunks > RING_WARPS ? warp : chunk;
-            for (chunk += RING_WARPS; chunk >= chunks; ++tile) chunk -= chunks;
-            if (tile != this_tile) {
-                float* to = sums + ((this_tile - share.first_tile) * parts + part) * 16;
-                if (t == 0) {
-                    to[g] = sum[0][0];
-                    to[g + 8] = sum[0][1];
-                }
-                sum[0][0] = sum[0][1] = 0.0f;
+            if (t == 0) {
+                sums[i * 16 + g] = sum[0][0];
+                sums[i * 16 + g + 8] = sum[0][1];
             }
+            for (chunk += WARPS; chunk >= chunks;) chunk -= chunks;
         }
-        __syncthreads();
+        sync_warps();
 
         const auto total = [&](int row) {
-            float whole = 0.0f;
-            for (int part = 0; part < parts; ++part) whole += sums[(row / 16 * parts + part) * 16 + row % 16];
-            return whole * factor;
+            return add_chunks(sums + row / 16 * chunks * 16 + row % 16, chunks, 16) * factor;
         };
         if (which == GATE_UP) {
-            for (int i = threadIdx.x; i < rows / 2; i += RING_THREADS) {
+            for (int i = threadIdx.x; i < rows / 2; i += 32 * WARPS) {
                 const int row = i / 16 * 32 + i % 16;
                 const float gate = total(row), up = total(row + 16);
                 act[first_row / 2 + i] = __float2half_rn(gate / (1.0f + expf(-gate)) * up * act_shrink);
             }
         } else {
             float* y = which == QKV ? qkv : h;
-            for (int i = threadIdx.x; i < rows; i += RING_THREADS) {
+            for (int i = threadIdx.x; i < rows; i += 32 * WARPS) {
                 y[first_row + i] = total(i) + (i == threadIdx.x ? early : added[first_row + i]);
             }
         }
-        __syncthreads();
+        sync_warps();
         if (threadIdx.x == 0) red_add_release(arrivals + 32 * which, 1u);
     }
     // Nobody waits any more when the last block leaves.

@@ -30,7 +30,7 @@
 #include "int4_ring.cuh"
 #include "sync.cuh"
 
-constexpr int NORM_COLS = 16384;  // at most, with a norm
+constexpr int RING_STAGES = 2, RING_WARPS = 16, RING_THREADS = 32 * RING_WARPS;
 enum Input { HALF_X, NORM_X, SPLIT_X };
 extern __shared__ __align__(128) unsigned char ring[];
 
@@ -65,12 +65,11 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     const int first_tile = units * blockIdx.x / gridDim.x * UNIT;
     const int end_tile = units * (blockIdx.x + 1) / gridDim.x * UNIT;
 
-    const int parts = min(chunks, RING_WARPS);  // of a tile's sum
     unsigned char* stages = ring + warp * RING_STAGES * STAGE_BYTES;
-    // [slots][parts][TOKENS][16]
+    // [slots][chunks][TOKENS][16]
     float* partial = reinterpret_cast<float*>(ring + RING_WARPS * RING_STAGES * STAGE_BYTES);
-    SplitGroup* x_groups = reinterpret_cast<SplitGroup*>(partial + slots * parts * 16 * TOKENS);
-    unsigned char* x_bytes = ring + RING_WARPS * RING_STAGES * STAGE_BYTES + slots * parts * 64 * TOKENS +
+    SplitGroup* x_groups = reinterpret_cast<SplitGroup*>(partial + slots * chunks * 16 * TOKENS);
+    unsigned char* x_bytes = ring + RING_WARPS * RING_STAGES * STAGE_BYTES + slots * chunks * 64 * TOKENS +
                              (tokens * (cols / GROUP) + 1) / 2 * 16;
 
     int next_tile = first_tile + warp / chunks, next_chunk = warp % chunks;
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         for (int stage = 0; stage < RING_STAGES; ++stage) fill(stage);
     }
     __syncwarp();
-    const Octets octets(tokens * (cols / 8));
+    const Octets<RING_WARPS> octets(tokens * (cols / 8));
     if constexpr (INPUT == NORM_X) {  // nor does the norm depend on anyone; it waits where its octet of x will lie
         for (int i = 0; i * RING_WARPS < octets.pieces; ++i) {
             const int octet = octets.octet(i);
@@ -143,40 +142,32 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     int tile = first_tile + warp / chunks, chunk = warp % chunks, stage = 0, parity = 0;
     for (int first = first_tile; first < end_tile; first += slots) {
         const int last = min(first + slots, end_tile);
-        float sum[MMAS][2] = {};
         while (tile < last) {
+            float sum[MMAS][2] = {};
             mbarrier_wait(&full[warp][stage], parity);
-            multiply_stage<GROUP, ZEROS>(stages + stage * STAGE_BYTES, chunk * RING_CHUNK, cols, x_lane, group_lane, sum);
-            __syncwarp();  // all lanes have read the stage
-            if (lane == 0) fill(stage);
+            multiply_stage<GROUP, ZEROS>(stages + stage * STAGE_BYTES, chunk * RING_CHUNK, cols, x_lane, group_lane, sum, [&] {
+                __syncwarp();  // all lanes have
+                if (lane == 0) fill(stage);
+            });
             if (++stage == RING_STAGES) {
                 stage = 0;
                 parity ^= 1;
             }
-
-            // A warp may have several chunks of a tile; every part of it is written once.
-            const int this_tile = tile, part = chunks > RING_WARPS ? warp : chunk;
-            for (chunk += RING_WARPS; chunk >= chunks; ++tile) chunk -= chunks;
-            if (tile != this_tile) {
-                float* to = partial + ((this_tile - first) * parts + part) * TOKENS * 16;
+            float* to = partial + ((tile - first) * chunks + chunk) * TOKENS * 16;
 #pragma unroll
-                for (int m = 0; m < MMAS; ++m) {
-                    if (TOKENS > 1 || t == 0) {
-                        to[(4 * m + t) * 16 + g] = sum[m][0];
-                        to[(4 * m + t) * 16 + g + 8] = sum[m][1];
-                    }
-                    sum[m][0] = sum[m][1] = 0.0f;
+            for (int m = 0; m < MMAS; ++m) {
+                if (TOKENS > 1 || t == 0) {
+                    to[(4 * m + t) * 16 + g] = sum[m][0];
+                    to[(4 * m + t) * 16 + g + 8] = sum[m][1];
                 }
             }
+            for (chunk += RING_WARPS; chunk >= chunks; ++tile) chunk -= chunks;
         }
         __syncthreads();
 
         const auto total = [&](int place, int token) {  // of a row of the tiles first ... last
-            float all = 0.0f;
-            for (int part = 0; part < parts; ++part) {
-                all += partial[((place / 16 * parts + part) * TOKENS + token) * 16 + place % 16];
-            }
-            return all * factor;
+            const float* of_row = partial + (place / 16 * chunks * TOKENS + token) * 16 + place % 16;
+            return add_chunks(of_row, chunks, TOKENS * 16) * factor;
         };
         const int count = (last - first) * 16 / UNIT;
         for (int i = threadIdx.x; i < count * tokens; i += RING_THREADS) {

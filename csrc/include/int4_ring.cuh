@@ -5,8 +5,8 @@
 #include "pack.cuh"
 #include "split.cuh"
 
-constexpr int RING_STAGES = 2, RING_WARPS = 16, RING_THREADS = 32 * RING_WARPS;
-constexpr int RING_CHUNK = 512;  // columns of a stage
+constexpr int RING_CHUNK = 512;   // columns of a stage
+constexpr int NORM_COLS = 16384;  // of x at most, with a norm
 template <int n> struct Count { static constexpr int value = n; };
 
 // A stage: the words of a chunk, then its scales, then its zero-points.
@@ -30,23 +30,29 @@ __device__ __forceinline__ void fill_stage(unsigned char* to, mbarrier_t* landed
 }
 
 // sum += the stage times x: of rows g and g + 8, and for each mma of token t of its four.
-// x_lane, group_lane: where this lane's columns of B and its token's groups lie, see csrc/include/split.cuh.
-template <int GROUP, bool ZEROS, int MMAS>
+//   x_lane, group_lane  where this lane's columns of B and its token's groups lie, see csrc/include/split.cuh
+//   has_read            called by all lanes as soon as the stage may be filled again
+//
+// All words are asked for at first, and groups take turns: a mma waits for the one before it of the same group.
+template <int GROUP, bool ZEROS, int MMAS, class HasRead>
 __device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsigned from, unsigned cols,
                                                const unsigned char* const (&x_lane)[MMAS],
-                                               const SplitGroup* const (&group_lane)[MMAS], float (&sum)[MMAS][2]) {
-    constexpr int STEP = GROUP < 64 ? 64 : GROUP;  // columns taken at a time
+                                               const SplitGroup* const (&group_lane)[MMAS], float (&sum)[MMAS][2],
+                                               const HasRead& has_read) {
+    constexpr int STEP = GROUP < 64 ? 64 : GROUP, PAIRS = STEP / 64, GROUPS = STEP / GROUP;  // what is taken as one
+    constexpr int ALL = RING_CHUNK / STEP, TURNS = ALL < 4 / MMAS ? ALL : 4 / MMAS;          // steps that take turns
     const int lane = threadIdx.x % 32, g = lane / 4;
     const unsigned columns = min(cols - from, static_cast<unsigned>(RING_CHUNK));
-    const auto add_group = [&](unsigned group, const int (&d)[MMAS][4]) {
-        const unsigned* line = reinterpret_cast<const unsigned*>(stage + RING_CHUNK * 8 + group * 32);
-        const float2 scale = half2_to_float2(line[g]);
+    const uint4* words = reinterpret_cast<const uint4*>(stage) + lane;
+    const unsigned* lines = reinterpret_cast<const unsigned*>(stage + RING_CHUNK * 8) + g;
+    const auto add_group = [&](int group, unsigned scales, unsigned zeros, const int (&d)[MMAS][4]) {
+        const float2 scale = half2_to_float2(scales);
 #pragma unroll
         for (int m = 0; m < MMAS; ++m) {
             const SplitGroup of_x = group_lane[m][from / GROUP + group];
             int top = 256 * d[m][0] + d[m][1], bottom = 256 * d[m][2] + d[m][3];
             if constexpr (ZEROS) {
-                const float2 z = half2_to_float2(line[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + g]);
+                const float2 z = half2_to_float2(zeros);
                 top -= static_cast<int>(16.0f * z.x) * of_x.sum;
                 bottom -= static_cast<int>(16.0f * z.y) * of_x.sum;
             }
@@ -54,49 +60,76 @@ __device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsig
             sum[m][1] = fmaf(scale.y * of_x.scale, static_cast<float>(bottom), sum[m][1]);  // row g + 8
         }
     };
-    const auto take = [&](unsigned k0) {  // STEP columns
-        int d[MMAS][4];
+    // COUNT steps from step `first` on
+    const auto take = [&](auto count, int first, const auto& word, const auto& scale, const auto& zero) {
+        constexpr int COUNT = decltype(count)::value;
+        int d[COUNT][GROUPS][MMAS][4] = {};
 #pragma unroll
-        for (int k = 0; k < STEP; k += 64) {
-            const uint4 w = reinterpret_cast<const uint4*>(stage + (k0 + k) * 8)[lane];
-            uint4 b[MMAS];
+        for (int pair = 0; pair < PAIRS; ++pair) {
+            uint4 b[COUNT][MMAS];
 #pragma unroll
-            for (int m = 0; m < MMAS; ++m) b[m] = *reinterpret_cast<const uint4*>(x_lane[m] + (from + k0 + k) * 2);
+            for (int i = 0; i < COUNT * MMAS; ++i) {
+                const unsigned k = from + (first + i / MMAS) * STEP + pair * 64;
+                b[i / MMAS][i % MMAS] = *reinterpret_cast<const uint4*>(x_lane[i % MMAS] + k * 2);
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if ((k + 32 * half) % GROUP == 0) {
 #pragma unroll
-                    for (int i = 0; i < 4 * MMAS; ++i) d[i / 4][i % 4] = 0;
-                }
-                int a[4];
-                unpack_bytes(half ? w.z : w.x, a[0], a[2]);  // row g
-                unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
+                for (int i = 0; i < COUNT; ++i) {
+                    const uint4 w = word((first + i) * PAIRS + pair);
+                    int a[4];
+                    unpack_bytes(half ? w.z : w.x, a[0], a[2]);  // row g
+                    unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
 #pragma unroll
-                for (int m = 0; m < MMAS; ++m) {
-                    mma_16x8x32_s8(d[m], a, half ? make_uint2(b[m].z, b[m].w) : make_uint2(b[m].x, b[m].y));
+                    for (int m = 0; m < MMAS; ++m) {
+                        const uint4 x = b[i][m];
+                        mma_16x8x32_s8(d[i][half % GROUPS][m], a, half ? make_uint2(x.z, x.w) : make_uint2(x.x, x.y));
+                    }
                 }
-                if ((k + 32 * half + 32) % GROUP == 0) add_group((k0 + k + 32 * half) / GROUP, d);
             }
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT * GROUPS; ++i) {
+            const int group = first * GROUPS + i;
+            add_group(group, scale(group), zero(group), d[i / GROUPS][i % GROUPS]);
         }
     };
     if (columns == RING_CHUNK) {
+        uint4 word[RING_CHUNK / 64];
+        unsigned scale[RING_CHUNK / GROUP], zero[ZEROS ? RING_CHUNK / GROUP : 1];
 #pragma unroll
-        for (unsigned k0 = 0; k0 < RING_CHUNK; k0 += STEP) take(k0);
+        for (int i = 0; i < RING_CHUNK / 64; ++i) word[i] = words[i * 32];
+#pragma unroll
+        for (int i = 0; i < RING_CHUNK / GROUP; ++i) {
+            scale[i] = lines[i * 8];
+            if constexpr (ZEROS) zero[i] = lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + i * 8];
+        }
+        has_read();
+#pragma unroll
+        for (int first = 0; first < ALL; first += TURNS) {
+            take(Count<TURNS>(), first, [&](int i) { return word[i]; }, [&](int i) { return scale[i]; },
+                 [&](int i) { return zero[ZEROS ? i : 0]; });
+        }
     } else {
 #pragma unroll 1
-        for (unsigned k0 = 0; k0 < columns; k0 += STEP) take(k0);
+        for (unsigned step = 0; step < columns / STEP; ++step) {
+            take(Count<1>(), step, [&](int i) { return words[i * 32]; }, [&](int i) { return lines[i * 8]; },
+                 [&](int i) { return lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + i * 8]; });
+        }
+        has_read();
     }
 }
 
-// Which octet of x a lane takes: a warp has 32 at a time, the i-th time those of piece i * RING_WARPS + warp. Blocks
-// begin at different pieces, else all would ask for the same at once.
+// Which octet of x a lane takes: a warp has 32 at a time, the i-th time those of piece i * WARPS + warp. Blocks begin at
+// different pieces, else all would ask for the same at once.
+template <int WARPS>
 struct Octets {
     int count, pieces, turn;
 
     __device__ __forceinline__ explicit Octets(int count)
         : count(count), pieces((count + 31) / 32), turn((count + 31) / 32 * blockIdx.x / gridDim.x) {}
     __device__ __forceinline__ int piece(int i) const {
-        const int mine = i * RING_WARPS + threadIdx.x / 32, turned = mine + turn;
+        const int mine = i * WARPS + threadIdx.x / 32, turned = mine + turn;
         return mine >= pieces ? pieces : turned < pieces ? turned : turned - pieces;
     }
     // `count` and more: none
@@ -104,12 +137,12 @@ struct Octets {
 };
 
 // x, halves in global memory, as whole numbers. All threads of the block call.
-template <int GROUP, bool SUM, int MOST>
-__device__ __forceinline__ void split_halves(const Octets& octets, const __half* x, unsigned char* bytes,
+template <int GROUP, bool SUM, int MOST, int WARPS>
+__device__ __forceinline__ void split_halves(const Octets<WARPS>& octets, const __half* x, unsigned char* bytes,
                                              SplitGroup* groups) {
     const auto split = [&](auto count) {  // loads of so many pieces in flight
         constexpr int COUNT = decltype(count)::value;
-        for (int i0 = 0; i0 * RING_WARPS < octets.pieces; i0 += COUNT) {
+        for (int i0 = 0; i0 * WARPS < octets.pieces; i0 += COUNT) {
             Pack<__half> pack[COUNT];
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
@@ -131,14 +164,14 @@ __device__ __forceinline__ void split_halves(const Octets& octets, const __half*
             }
         }
     };
-    if (octets.pieces <= RING_WARPS) split(Count<1>());
+    if (octets.pieces <= WARPS) split(Count<1>());
     else split(Count<MOST>());
 }
 
 // An octet of h * norm as whole numbers; h in fp32 in global memory, eight of the norm in `weights`. All lanes call.
 // Returns the sum of the octet's squares.
-template <int GROUP, bool SUM>
-__device__ __forceinline__ float split_normed(const Octets& octets, int octet, const float* h, const uint4& weights,
+template <int GROUP, bool SUM, int WARPS>
+__device__ __forceinline__ float split_normed(const Octets<WARPS>& octets, int octet, const float* h, const uint4& weights,
                                               unsigned char* bytes, SplitGroup* groups) {
     float v[8] = {}, square = 0.0f;
     if (octet < octets.count) {
@@ -163,4 +196,17 @@ __device__ __forceinline__ float norm_factor(const float* squares, int pieces, i
 #pragma unroll 8
     for (int i = 0; i < pieces; ++i) square += squares[i];
     return 1.0f / sqrtf(square / cols + eps);
+}
+
+// A row's sum over the chunks, which lie `stride` apart. Four sums, so that an addition need not wait for the one before
+// it; always the same four.
+__device__ __forceinline__ float add_chunks(const float* sums, int chunks, int stride) {
+    float four[4] = {};
+    for (int i = 0; i < chunks; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (i + j < chunks) four[j] += sums[(i + j) * stride];
+        }
+    }
+    return (four[0] + four[1]) + (four[2] + four[3]);
 }

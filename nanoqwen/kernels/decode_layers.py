@@ -12,11 +12,12 @@ from torch import Tensor
 
 from nanoqwen.kernels.arguments import ALIGNMENT, check_tensor
 from nanoqwen.kernels.attention import HEAD_DIMS, LOG2_E, MAX_GROUP, Workspace, check_table, check_workspace
-from nanoqwen.kernels.int4_ring import NORM_COLS, RING_CHUNK, RING_STAGES, RING_WARPS, SHARED_BYTES
+from nanoqwen.kernels.int4_ring import NORM_COLS, RING_CHUNK, SHARED_BYTES
 from nanoqwen.kernels.launch import Program, sms
 from nanoqwen.packing import GROUP_SIZES, PAGE_SIZE
 
-POINTERS = 12  # of csrc/decode_layers.cu's Layer
+WARPS, MOST_STAGES = 8, 8  # as in csrc/decode_layers.cu
+POINTERS = 12  # of its Layer
 BARRIERS = 6  # as there: qkv, o, gate_up, down, attention, and the blocks that have left
 _HALF, _FLOAT, _INT32, _INT64 = (torch.float16,), (torch.float32,), (torch.int32,), (torch.int64,)
 
@@ -180,23 +181,24 @@ def decode_layers(
     splits = min(splits, grid // kv_heads)
     if splits < 1:
         raise ValueError(f"blocks is {grid}; attention needs one for each of {kv_heads} KV heads")
-    sums, shared = shared_bytes(layers, grid)
-    if shared > SHARED_BYTES:
+    stages, sums, rest = _shared_bytes(_sizes(layers), grid)
+    if stages < 2:
         raise ValueError(
-            f"{grid} blocks need {shared} bytes of shared memory for {layers.inner} columns; there are {SHARED_BYTES}: "
-            "launch the parts one by one"
+            f"x of {layers.inner} columns, and the sums of {grid} blocks, leave no shared memory for the rings: launch "
+            "the parts one by one"
         )
     program, name = _program(layers.group, head_dim)
     args = (layers.pointers, h, qkv, attended, act, cos, sin, table, length, *workspace, barriers)
-    sizes = (len(layers), layers.hidden, heads // kv_heads, kv_heads, layers.inner, splits, len(table), len(cos), sums)
+    sizes = (len(layers), layers.hidden, heads // kv_heads, kv_heads, layers.inner, splits)
+    sizes += (len(table), len(cos), stages, sums)
     factors = (eps, head_dim**-0.5 * LOG2_E, act_factor, 1 / act_factor)
     program.launch(
         name,
         device,
         grid,
-        32 * RING_WARPS,
+        32 * (WARPS + 1),
         (*args, *sizes, *factors),
-        shared_bytes=shared,
+        shared_bytes=rest + stages * WARPS * _stage_bytes(layers.group),
         pdl=pdl,
         outputs=("qkv", "attended", "act"),
         cooperative=True,
@@ -208,34 +210,39 @@ def decode_layers(
 def fits_one_launch(layers: LayerTable, blocks: int | None = None) -> bool:
     """Whether `decode_layers` takes these layers on their device, with so many blocks."""
     blocks = blocks or sms(layers.pointers.device)
-    return blocks >= layers.kv_heads and shared_bytes(layers, blocks)[1] <= SHARED_BYTES
+    return blocks >= layers.kv_heads and _shared_bytes(_sizes(layers), blocks)[0] >= 2
+
+
+def _sizes(layers: LayerTable) -> tuple[int, ...]:
+    return len(layers), layers.hidden, layers.inner, layers.group, layers.heads, layers.kv_heads, layers.head_dim
+
+
+def _stage_bytes(group: int) -> int:
+    return RING_CHUNK * 8 + RING_CHUNK // group * 32
 
 
 @functools.lru_cache
-def _shared_bytes(sizes: tuple[int, ...], grid: int) -> tuple[int, int]:
+def _shared_bytes(sizes: tuple[int, ...], grid: int) -> tuple[int, int, int]:
+    """Stages of a ring, bytes of a block's sums, and bytes of all but the rings."""
     layers, hidden, inner, group, heads, kv_heads, head_dim = sizes
-    q_size = heads * head_dim
-    # rows, columns, tiles that stay together
-    products = ((q_size + 2 * kv_heads * head_dim, hidden, 1), (hidden, q_size, 1), (2 * inner, hidden, 2), (hidden, inner, 1))
+    q_size, kv_size = heads * head_dim, kv_heads * head_dim
     sums = 0
-    for rows, cols, unit in products:
+    for rows, cols, unit in (  # tiles that stay together
+        (q_size + 2 * kv_size, hidden, 1),
+        (hidden, q_size, 1),
+        (2 * inner, hidden, 2),
+        (hidden, inner, 1),
+    ):
         tiles = -(-(rows // (16 * unit)) // grid) * unit
-        sums = max(sums, tiles * min(-(-cols // RING_CHUNK), RING_WARPS) * 64)
-    stage = RING_CHUNK * 8 + RING_CHUNK // group * 32
+        sums = max(sums, tiles * -(-cols // RING_CHUNK) * 64)
     widest = max(hidden, q_size, inner)
     # x and its groups; or AttentionShared of csrc/include/attention_mma.cuh: queries, the new token, 8 warps' answers
     board = 8 * 2 * head_dim + 4 * head_dim + 8 * 32 * head_dim + 528
-    room = max(-(-(widest // group) // 2) * 16 + 2 * widest, board)
-    return sums, RING_WARPS * RING_STAGES * stage + sums + 8 * POINTERS * layers + room
-
-
-def shared_bytes(layers: LayerTable, blocks: int) -> tuple[int, int]:
-    """Bytes of shared memory that a block needs for its sums, and in all."""
-    sizes = (len(layers), layers.hidden, layers.inner, layers.group, layers.heads, layers.kv_heads, layers.head_dim)
-    return _shared_bytes(sizes, blocks)
+    rest = sums + 8 * POINTERS * layers + max(-(-(widest // group) // 2) * 16 + 2 * widest, board)
+    return min((SHARED_BYTES - rest) // (WARPS * _stage_bytes(group)), MOST_STAGES), sums, rest
 
 
 @functools.cache
 def _program(group: int, head_dim: int) -> tuple[Program, str]:
     name = f"decode_layers<{group}, {head_dim}>"
-    return Program(Path("decode_layers.cu"), {name: "p" * 13 + "iuiiuiiiuffff"}), name
+    return Program(Path("decode_layers.cu"), {name: "p" * 13 + "iuiiuiiiiuffff"}), name

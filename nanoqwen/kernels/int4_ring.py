@@ -11,8 +11,8 @@ from nanoqwen.kernels.int4 import tiled
 from nanoqwen.kernels.launch import Program, sms
 from nanoqwen.packing import FRAGMENT
 
-RING_STAGES, RING_WARPS, RING_CHUNK = 2, 16, 512  # as in csrc/include/int4_ring.cuh
-NORM_COLS = 16384  # as in csrc/int4_ring.cu
+RING_STAGES, RING_WARPS = 2, 16  # as in csrc/int4_ring.cu
+RING_CHUNK, NORM_COLS = 512, 16384  # as in csrc/include/int4_ring.cuh
 SHARED_BYTES = 226 * 1024  # of the 227 KB that a block of sm_90 may have; the kernel's barriers need some of the last
 _TOKENS = (1, 4, 8)  # what the kernel is compiled for
 _SOURCE, _PARAMS = Path("int4_ring.cu"), "p" * 9 + "iiuiff"
@@ -99,6 +99,8 @@ def int4_gemm_ring(
     if room < per_tile * unit // 16:  # x does not fit: split it first, and read it from global memory
         form, (x, groups) = "SPLIT_X", _split_x(x, group, pdl)
         room += tokens * (2 * cols) + -(-tokens * (cols // group) // 2) * 16
+        if room < per_tile * unit // 16:
+            raise ValueError(f"x has {cols} columns; the sums of {tokens} tokens over its chunks leave no shared memory")
     slots = min(tiles, room // per_tile // (unit // 16) * (unit // 16))
     program, name = _program(group, compiled, form, swiglu, zeros is not None)
     args = (words, scales, zeros, x, norm, groups, bias, residual, out)
@@ -132,8 +134,7 @@ def _shared_bytes(cols: int, group: int, tokens: int, compiled: int, zeros: bool
     """Bytes of shared memory that rings and x leave (below 0: too few), and that the sums of a tile of rows take."""
     stage = RING_CHUNK * 8 + (2 if zeros else 1) * (RING_CHUNK // group * 32)
     x_bytes = tokens * 2 * cols + -(-tokens * (cols // group) // 2) * 16
-    parts = min(-(-cols // RING_CHUNK), RING_WARPS)
-    return SHARED_BYTES - RING_WARPS * RING_STAGES * stage - x_bytes, parts * 64 * compiled
+    return SHARED_BYTES - RING_WARPS * RING_STAGES * stage - x_bytes, -(-cols // RING_CHUNK) * 64 * compiled
 
 
 def _split_x(x: Tensor, group: int, pdl: bool) -> tuple[Tensor, Tensor]:
