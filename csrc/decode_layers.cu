@@ -29,6 +29,7 @@
 
 constexpr int WARPS = ATTENTION_WARPS, THREADS = 32 * (WARPS + 1);  // the last warp fills the rings of the others
 constexpr int MOST_STAGES = 8;
+constexpr int MOST_COMING = 2;  // stages of a ring on their way: more would stand in the way of what is waited for
 enum Product { QKV, O, GATE_UP, DOWN, PRODUCTS };
 enum Barrier { ATTENDED = PRODUCTS, LEFT, BARRIERS };  // after those of the products
 extern __shared__ __align__(128) unsigned char ring[];
@@ -58,7 +59,7 @@ __device__ __forceinline__ void wait_for(const unsigned* arrivals, unsigned want
 __device__ __forceinline__ void sync_warps() { named_barrier_sync(1, 32 * WARPS); }
 
 struct AfterQkv {  // attention's turn
-    static constexpr int ANSWERS_AHEAD = 34;
+    static constexpr int ANSWERS_AHEAD = 12;
     const unsigned* arrivals;
     unsigned wanted;
 
@@ -115,6 +116,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (lane >= WARPS) return;
         unsigned char* const to = ring + lane * stages * STAGE_BYTES;
         int product = -1, left = 0, chunk = 0, tile = 0, stage = 0, lap = 0;
+        int coming = 0, next_in = 0, in_parity = 0;  // stages that are on their way, and the first of them
         Share share = {};
         const unsigned* words = nullptr;
         const __half* scales = nullptr;
@@ -127,7 +129,17 @@ __global__ void __launch_bounds__(THREADS, 1)
                 left = (share.end_tile - share.first_tile) * share.chunks - lane;
                 tile = share.first_tile + lane / share.chunks;
                 chunk = lane % share.chunks;
-            } else if (lap == 0 || mbarrier_test_wait(&empty[lane][stage], lap % 2 ^ 1)) {
+                continue;
+            }
+            if (coming > 0 && mbarrier_test_wait(&full[lane][next_in], in_parity)) {
+                --coming;
+                if (++next_in == stages) {
+                    next_in = 0;
+                    in_parity ^= 1;
+                }
+            }
+            if (coming < MOST_COMING && (lap == 0 || mbarrier_test_wait(&empty[lane][stage], lap % 2 ^ 1))) {
+                ++coming;
                 fill_stage<GROUP, false>(to + stage * STAGE_BYTES, &full[lane][stage], words, scales, nullptr, tile,
                                          chunk * RING_CHUNK, share.cols);
                 left -= WARPS;
@@ -187,26 +199,27 @@ __global__ void __launch_bounds__(THREADS, 1)
         const Octets<WARPS> octets(share.cols / 8);
         if (which == QKV || which == GATE_UP) {
             const __half* norm = of.norms[which / 2];
-            uint4 weights = zero_pack<__half>().bits;  // on their way before h is there
-            if (octets.octet(0) < octets.count) weights = load_pack(norm + octets.octet(0) * 8).bits;
+            uint4 early[2];  // on their way before h is there
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (octets.octet(i) < octets.count) early[i] = load_pack(norm + octets.octet(i) * 8).bits;
+            }
             if (product == 0) wait_for_predecessor();
             else if (which == QKV) all(DOWN, layer - 1, gridDim.x);
             else all(O, layer, gridDim.x);
-            for (int i = 0; i * WARPS < octets.pieces; ++i) {
-                const int octet = octets.octet(i);
-                if (i > 0 && octet < octets.count) weights = load_pack(norm + octet * 8).bits;
-                const float square = warp_sum(split_normed<GROUP, false>(octets, octet, h, weights, x_bytes, x_groups));
-                if (lane == 0 && octets.piece(i) < octets.pieces) squares[octets.piece(i)] = square;
-            }
+            const auto weights = [&](int i, int octet) {
+                return i == 0 ? early[0] : i == 1 ? early[1] : load_pack(norm + octet * 8).bits;
+            };
+            split_normed<GROUP, false>(octets, h, weights, x_bytes, x_groups, squares);
         } else {
             if (which == O) all(ATTENDED, layer, kv_heads);
             else all(GATE_UP, layer, gridDim.x);
-            split_halves<GROUP, false, 10>(octets, which == O ? attended : act, x_bytes, x_groups);
+            split_halves<GROUP, false, 5>(octets, which == O ? attended : act, x_bytes, x_groups);
         }
         // What is added to a row in the end is asked for long before.
         const int rows = (share.end_tile - share.first_tile) * 16, first_row = share.first_tile * 16;
         const float* added = which == QKV ? of.bias : h;
-        const float early = which != GATE_UP && threadIdx.x < rows ? added[first_row + threadIdx.x] : 0.0f;
+        const float row_early = which != GATE_UP && threadIdx.x < rows ? added[first_row + threadIdx.x] : 0.0f;
         sync_warps();
         if (which == QKV || which == GATE_UP) factor = norm_factor(squares, octets.pieces, hidden, eps);
         if (product == count * PRODUCTS - 1) launch_dependents();
@@ -244,7 +257,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         } else {
             float* y = which == QKV ? qkv : h;
             for (int i = threadIdx.x; i < rows; i += 32 * WARPS) {
-                y[first_row + i] = total(i) + (i == threadIdx.x ? early : added[first_row + i]);
+                y[first_row + i] = total(i) + (i == threadIdx.x ? row_early : added[first_row + i]);
             }
         }
         sync_warps();

@@ -108,18 +108,12 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         __syncthreads();
     }
     if constexpr (INPUT == NORM_X) {
-        for (int i = 0; i * RING_WARPS < octets.pieces; ++i) {
-            const int octet = octets.octet(i);
-            uint4 weights = zero_pack<__half>().bits;
-            if (octet < octets.count) {
-                const uint2 low = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet));
-                const uint2 high = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet) + 64);
-                weights = make_uint4(low.x, low.y, high.x, high.y);
-            }
-            const float* h = static_cast<const float*>(x);
-            const float square = warp_sum(split_normed<GROUP, ZEROS>(octets, octet, h, weights, x_bytes, x_groups));
-            if (lane == 0 && octets.piece(i) < octets.pieces) squares[octets.piece(i)] = square;
-        }
+        const auto weights = [&](int, int octet) {
+            const uint2 low = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet));
+            const uint2 high = *reinterpret_cast<const uint2*>(x_bytes + octet_place(octet) + 64);
+            return make_uint4(low.x, low.y, high.x, high.y);
+        };
+        split_normed<GROUP, ZEROS>(octets, static_cast<const float*>(x), weights, x_bytes, x_groups, squares);
         __syncthreads();
         factor = norm_factor(squares, octets.pieces, cols, factor);
     }

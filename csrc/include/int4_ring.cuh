@@ -60,8 +60,11 @@ __device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsig
             sum[m][1] = fmaf(scale.y * of_x.scale, static_cast<float>(bottom), sum[m][1]);  // row g + 8
         }
     };
-    // COUNT steps from step `first` on
-    const auto take = [&](auto count, int first, const auto& word, const auto& scale, const auto& zero) {
+    const auto x_of = [&](int m, unsigned k) {
+        return *reinterpret_cast<const uint4*>(x_lane[m] + (from + k) * 2);
+    };
+    // COUNT steps from step `first` on; word(i) and x(i, m) are those of 64 columns
+    const auto take = [&](auto count, int first, const auto& word, const auto& x, const auto& scale, const auto& zero) {
         constexpr int COUNT = decltype(count)::value;
         int d[COUNT][GROUPS][MMAS][4] = {};
 #pragma unroll
@@ -69,8 +72,7 @@ __device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsig
             uint4 b[COUNT][MMAS];
 #pragma unroll
             for (int i = 0; i < COUNT * MMAS; ++i) {
-                const unsigned k = from + (first + i / MMAS) * STEP + pair * 64;
-                b[i / MMAS][i % MMAS] = *reinterpret_cast<const uint4*>(x_lane[i % MMAS] + k * 2);
+                b[i / MMAS][i % MMAS] = x((first + i / MMAS) * PAIRS + pair, i % MMAS);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -82,8 +84,8 @@ __device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsig
                     unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
 #pragma unroll
                     for (int m = 0; m < MMAS; ++m) {
-                        const uint4 x = b[i][m];
-                        mma_16x8x32_s8(d[i][half % GROUPS][m], a, half ? make_uint2(x.z, x.w) : make_uint2(x.x, x.y));
+                        const uint4 v = b[i][m];
+                        mma_16x8x32_s8(d[i][half % GROUPS][m], a, half ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y));
                     }
                 }
             }
@@ -95,25 +97,32 @@ __device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsig
         }
     };
     if (columns == RING_CHUNK) {
-        uint4 word[RING_CHUNK / 64];
+        constexpr int ALL_PAIRS = RING_CHUNK / 64;
+        uint4 word[ALL_PAIRS], x[MMAS == 1 ? ALL_PAIRS : 1];
         unsigned scale[RING_CHUNK / GROUP], zero[ZEROS ? RING_CHUNK / GROUP : 1];
 #pragma unroll
-        for (int i = 0; i < RING_CHUNK / 64; ++i) word[i] = words[i * 32];
+        for (int i = 0; i < ALL_PAIRS; ++i) word[i] = words[i * 32];
 #pragma unroll
         for (int i = 0; i < RING_CHUNK / GROUP; ++i) {
             scale[i] = lines[i * 8];
             if constexpr (ZEROS) zero[i] = lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + i * 8];
         }
+        if constexpr (MMAS == 1) {
+#pragma unroll
+            for (int i = 0; i < ALL_PAIRS; ++i) x[i] = x_of(0, i * 64);
+        }
         has_read();
 #pragma unroll
         for (int first = 0; first < ALL; first += TURNS) {
-            take(Count<TURNS>(), first, [&](int i) { return word[i]; }, [&](int i) { return scale[i]; },
+            take(Count<TURNS>(), first, [&](int i) { return word[i]; },
+                 [&](int i, int m) { return MMAS == 1 ? x[i] : x_of(m, i * 64); }, [&](int i) { return scale[i]; },
                  [&](int i) { return zero[ZEROS ? i : 0]; });
         }
     } else {
 #pragma unroll 1
         for (unsigned step = 0; step < columns / STEP; ++step) {
-            take(Count<1>(), step, [&](int i) { return words[i * 32]; }, [&](int i) { return lines[i * 8]; },
+            take(Count<1>(), step, [&](int i) { return words[i * 32]; }, [&](int i, int m) { return x_of(m, i * 64); },
+                 [&](int i) { return lines[i * 8]; },
                  [&](int i) { return lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + i * 8]; });
         }
         has_read();
@@ -165,29 +174,54 @@ __device__ __forceinline__ void split_halves(const Octets<WARPS>& octets, const 
         }
     };
     if (octets.pieces <= WARPS) split(Count<1>());
+    else if (octets.pieces <= 2 * WARPS) split(Count<2>());
     else split(Count<MOST>());
 }
 
-// An octet of h * norm as whole numbers; h in fp32 in global memory, eight of the norm in `weights`. All lanes call.
-// Returns the sum of the octet's squares.
-template <int GROUP, bool SUM, int WARPS>
-__device__ __forceinline__ float split_normed(const Octets<WARPS>& octets, int octet, const float* h, const uint4& weights,
-                                              unsigned char* bytes, SplitGroup* groups) {
-    float v[8] = {}, square = 0.0f;
-    if (octet < octets.count) {
-        const float4 a = reinterpret_cast<const float4*>(h)[octet * 2];
-        const float4 b = reinterpret_cast<const float4*>(h)[octet * 2 + 1];
-        const float eight[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        unpack_halves(weights, v);
+// h * norm as whole numbers, h in fp32 in global memory. All threads of the block call.
+//   weights(i, octet)  eight of the norm, of the octet that the lane takes the i-th time
+//   squares            gets the sum of each piece's squares
+template <int GROUP, bool SUM, int WARPS, class Weights>
+__device__ __forceinline__ void split_normed(const Octets<WARPS>& octets, const float* h, const Weights& weights,
+                                             unsigned char* bytes, SplitGroup* groups, float* squares) {
+    const auto split = [&](auto count) {  // loads of so many pieces in flight
+        constexpr int COUNT = decltype(count)::value;
+        for (int i0 = 0; i0 * WARPS < octets.pieces; i0 += COUNT) {
+            float4 eight[COUNT][2] = {};
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            square = fmaf(eight[j], eight[j], square);
-            v[j] *= eight[j];
+            for (int i = 0; i < COUNT; ++i) {
+                const int octet = octets.octet(i0 + i);
+                if (octet >= octets.count) continue;
+                eight[i][0] = reinterpret_cast<const float4*>(h)[octet * 2];
+                eight[i][1] = reinterpret_cast<const float4*>(h)[octet * 2 + 1];
+            }
+            SplitOctet made[COUNT];
+            float square[COUNT] = {};
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int octet = octets.octet(i0 + i);
+                const float4 a = eight[i][0], b = eight[i][1];
+                const float values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+                float v[8];
+                unpack_halves(octet < octets.count ? weights(i0 + i, octet) : zero_pack<__half>().bits, v);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    square[i] = fmaf(values[j], values[j], square[i]);
+                    v[j] *= values[j];
+                }
+                made[i] = split_octet<GROUP, SUM>(v);
+            }
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int octet = octets.octet(i0 + i), piece = octets.piece(i0 + i);
+                square[i] = warp_sum(square[i]);
+                if (octet < octets.count) store_octet<GROUP>(made[i], octet, bytes, groups);
+                if (threadIdx.x % 32 == 0 && piece < octets.pieces) squares[piece] = square[i];
+            }
         }
-    }
-    const SplitOctet split = split_octet<GROUP, SUM>(v);
-    if (octet < octets.count) store_octet<GROUP>(split, octet, bytes, groups);
-    return square;
+    };
+    if (octets.pieces <= WARPS) split(Count<1>());
+    else split(Count<2>());
 }
 
 // 1 / sqrt(mean of h^2 + eps) from the sums of its pieces, added in their order: the same bits in every block.
