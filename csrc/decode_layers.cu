@@ -71,6 +71,13 @@ struct AfterQkv {  // attention's turn
     __device__ __forceinline__ void sync() const { sync_warps(); }
 };
 
+// A call, so that its registers are not those of the products.
+template <int HEAD_DIM>
+__device__ __noinline__ bool attend_apart(const Attention<__half>& of, const Split split,
+                                          AttentionShared<HEAD_DIM>& shared, const AfterQkv turn) {
+    return attend<__half, HEAD_DIM, true>(of, split, shared, turn);
+}
+
 template <int GROUP, int HEAD_DIM>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_layers(const Layer* layers, float* h, float* qkv, __half* attended, __half* act, const float* cos,
@@ -152,12 +159,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
     }
 
-    // Attention: whether this block has a split of a KV head's pages, and this lane a page of it to ask for.
-    const int kv_head = blockIdx.x / splits, split = blockIdx.x % splits;
-    const int page_count = ceil_div(cached_tokens(length, 1, max_pages), PAGE_SIZE);
-    const bool attends = kv_head < kv_heads && split <= (page_count - 1) / WARPS;
-    const int page = split * WARPS + warp + lane * splits * WARPS;
-    const int number = attends && page < page_count ? table[page] : -1;
+    Attention<__half> attention = {nullptr, qkv, cos, sin, nullptr, table, length, attended, partial, lse, answers,
+                                   scale_log2, 1, group, max_pages, positions};
+    const Split split =
+        find_split<HEAD_DIM, true>(attention, blockIdx.x % splits, splits, blockIdx.x / splits, kv_heads);
+    const bool attends = split.kv_head < kv_heads && split.index < split.live();
+    const int page = (split.index + lane * splits) * WARPS + warp;  // that the lane will bring into the L2 cache
+    const int number = attends && page < ceil_div(split.tokens, PAGE_SIZE) ? table[page] : -1;
 
     const unsigned char* const x_lane[1] = {x_bytes + g % 2 * 64 + t * 16};
     const SplitGroup* const group_lane[1] = {x_groups};
@@ -174,21 +182,23 @@ __global__ void __launch_bounds__(THREADS, 1)
 
         if (which == O) {
             if (attends) {
-                const Attention<__half> attention = {nullptr, qkv, cos, sin, of.pages, table, length, attended,
-                                                     partial, lse, answers, scale_log2, 1, group, max_pages, positions};
+                attention.pages = of.pages;
                 auto& shared = *reinterpret_cast<AttentionShared<HEAD_DIM>*>(room);
                 const AfterQkv turn = {arrivals + 32 * QKV, (layer + 1) * gridDim.x};
-                if (attend<__half, HEAD_DIM, true>(attention, shared, split, splits, kv_head, kv_heads, turn)) {
+                if (attend_apart<HEAD_DIM>(attention, split, shared, turn)) {
                     sync_warps();
                     if (threadIdx.x == 0) red_add_release(arrivals + 32 * ATTENDED, 1u);
                 }
             }
         }
         if (which == QKV && number >= 0) {
-            bulk_prefetch(kv_page<HEAD_DIM>(of.pages, number, kv_head, kv_heads), 2 * PAGE_SIZE * HEAD_DIM * 2);
+            bulk_prefetch(kv_page<HEAD_DIM>(of.pages, number, split.kv_head, kv_heads), 2 * PAGE_SIZE * HEAD_DIM * 2);
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) {
-            if (which == QKV) bulk_prefetch(of.norms[1], hidden * 2);
+            if (which == QKV) {
+                bulk_prefetch(of.norms[1], hidden * 2);
+                if (max_pages >= 4) bulk_prefetch(table, max_pages / 4 * 16);
+            }
             if (which == DOWN && layer + 1 < count) {
                 bulk_prefetch(here[layer + 1].norms[0], hidden * 2);
                 bulk_prefetch(here[layer + 1].bias, (q_size + 2 * kv_heads * HEAD_DIM) * 4);

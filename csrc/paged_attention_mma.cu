@@ -32,5 +32,6 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, ROPE ? 1 : 2)
     __shared__ AttentionShared<HEAD_DIM> shared;
     const Attention<T> attention = {q, qkv, cos, sin, pages, table, length, out, partial, lse, arrivals,
                                     scale_log2, appended, group, max_pages, positions};
-    attend<T, HEAD_DIM, ROPE>(attention, shared, blockIdx.x, gridDim.x, blockIdx.y, gridDim.y, AfterPredecessor());
+    const Split split = find_split<HEAD_DIM, ROPE>(attention, blockIdx.x, gridDim.x, blockIdx.y, gridDim.y);
+    attend<T, HEAD_DIM, ROPE>(attention, split, shared, AfterPredecessor());
 }

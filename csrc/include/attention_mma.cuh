@@ -198,32 +198,62 @@ __device__ __forceinline__ void rotate(float2& first, float2& second, float2 c, 
     second.y = __fadd_rn(__fmul_rn(b.y, c.y), __fmul_rn(a.y, s.y));
 }
 
+// A block's part of a KV head's pages, and what belongs to the position: the same for all layers.
+struct Split {
+    int index, count, kv_head, kv_heads;
+    int tokens;        // of the sequence
+    int first, second;  // the numbers of the warp's first two pages
+    int home;          // ROPE: the page of the new token where this block stores it, else -1
+    float2 c, s;       // ROPE: of the dimensions that the thread turns
+
+    __device__ __forceinline__ int live() const {  // nobody waits for splits that have no page
+        return max(1, min(count, ceil_div(ceil_div(tokens, PAGE_SIZE), ATTENTION_WARPS)));
+    }
+};
+
+template <int HEAD_DIM, bool ROPE, typename T>
+__device__ __forceinline__ Split find_split(const Attention<T>& of, int index, int count, int kv_head, int kv_heads) {
+    Split split = {index, count, kv_head, kv_heads, 0, 0, 0, -1, {}, {}};
+    // Ordered loads: others the compiler moves behind the branch that waits for the length.
+    const auto number_of = [&](int page) {
+        return static_cast<int>(ld_relaxed(reinterpret_cast<const unsigned*>(of.table) + min(page, of.max_pages - 1)));
+    };
+    const int page = index * ATTENTION_WARPS + threadIdx.x / 32;
+    split.first = number_of(page);
+    split.second = number_of(page + count * ATTENTION_WARPS);
+    split.tokens = cached_tokens(of.length, of.appended, of.max_pages);
+    if constexpr (ROPE) {
+        const int position = *of.length, i = threadIdx.x % (HEAD_DIM / 4);
+        split.c = split.s = make_float2(__uint_as_float(0x7fffffffu), __uint_as_float(0x7fffffffu));
+        if (position >= 0 && position < of.positions && position < of.max_pages * PAGE_SIZE) {
+            split.c = reinterpret_cast<const float2*>(of.cos + static_cast<size_t>(position) * HEAD_DIM)[i];
+            split.s = reinterpret_cast<const float2*>(of.sin + static_cast<size_t>(position) * HEAD_DIM)[i];
+            const int new_page = position / PAGE_SIZE;
+            if (index == new_page / ATTENTION_WARPS % split.live()) split.home = of.table[new_page];
+        }
+    }
+    return split;
+}
+
 // Called by ATTENTION_THREADS threads, the first of a block. `turn` has wait(), until qkv or q are there; has_query(),
 // which is called when this block has read them; sync(), a barrier of these threads; and ANSWERS_AHEAD, how many answers
-// of other splits a lane asks for at once, since nothing else hides their latency. Returns whether this block was
-// the one that wrote `out`.
+// of other splits a lane asks for at once, since nothing else hides their latency.
+// Returns whether this block was the one that wrote `out`.
 template <typename T, int HEAD_DIM, bool ROPE, class Turn>
-__device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<HEAD_DIM>& shared, int split, int splits,
-                                       int kv_head, int kv_heads, const Turn& turn) {
+__device__ __forceinline__ bool attend(const Attention<T>& of, const Split& split, AttentionShared<HEAD_DIM>& shared,
+                                       const Turn& turn) {
     constexpr int BLOCKS = HEAD_DIM / 32;  // of 32 dimensions, in K
     constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions, in V
     constexpr int TILES = HEAD_DIM / 16;   // of 16 dimensions, in O
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int g = lane / 4, t = lane % 4;
-    const int stride = splits * ATTENTION_WARPS;
-    // Ordered loads: others the compiler moves behind the branch that waits for the length.
-    const auto first_number = [&](int page) {
-        return static_cast<int>(ld_relaxed(reinterpret_cast<const unsigned*>(of.table) + min(page, of.max_pages - 1)));
-    };
-    int page = split * ATTENTION_WARPS + warp, number = first_number(page), next_number = first_number(page + stride);
-    const int tokens = cached_tokens(of.length, of.appended, of.max_pages);
-    const int page_count = ceil_div(tokens, PAGE_SIZE);
-    // Nobody waits for splits that have no page.
-    const int live_splits = max(1, min(splits, ceil_div(page_count, ATTENTION_WARPS)));
-    if (split >= live_splits) {
+    const int stride = split.count * ATTENTION_WARPS, kv_head = split.kv_head, kv_heads = split.kv_heads;
+    const int tokens = split.tokens, page_count = ceil_div(tokens, PAGE_SIZE), live_splits = split.live();
+    if (split.index >= live_splits) {
         turn.wait();  // a block of the next launch would take this place, and others not find theirs
         return false;
     }
+    int page = split.index * ATTENTION_WARPS + warp, number = split.first, next_number = split.second;
 
     // What lies past the length is never read: the last token stands in for those after it, and weighs nothing there.
     const int stored = ROPE ? tokens - 1 : tokens;
@@ -259,17 +289,10 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
     if constexpr (ROPE) {
         constexpr int QUARTER = HEAD_DIM / 4, ROWS = ATTENTION_THREADS / QUARTER;  // threads of a head, heads at a time
         constexpr int ROUNDS = (HEADS + 2 + ROWS - 1) / ROWS;
-        const int position = *of.length, i = threadIdx.x % QUARTER, heads = of.group * kv_heads;
-        const bool fits = position >= 0 && position < of.positions && position < of.max_pages * PAGE_SIZE;
-        float2 c = make_float2(__uint_as_float(0x7fffffffu), __uint_as_float(0x7fffffffu)), s = c;
+        const int i = threadIdx.x % QUARTER, heads = of.group * kv_heads;
         T* home = nullptr;  // of the new token, for the one block that stores it
-        if (fits) {
-            c = reinterpret_cast<const float2*>(of.cos + static_cast<size_t>(position) * HEAD_DIM)[i];
-            s = reinterpret_cast<const float2*>(of.sin + static_cast<size_t>(position) * HEAD_DIM)[i];
-            if (split == position / PAGE_SIZE / ATTENTION_WARPS % live_splits) {
-                home = kv_page<HEAD_DIM>(of.pages, of.table[position / PAGE_SIZE], kv_head, kv_heads) +
-                       position % PAGE_SIZE * HEAD_DIM;
-            }
+        if (split.home >= 0) {
+            home = kv_page<HEAD_DIM>(of.pages, split.home, kv_head, kv_heads) + (tokens - 1) % PAGE_SIZE * HEAD_DIM;
         }
         // Dimensions 2i and 2i + 1 of a query head, and further on those of its second half.
         const auto words_of = [&](int row) {
@@ -293,7 +316,7 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
         for (int r = 0; r < ROUNDS; ++r) {
             const int row = r * ROWS + threadIdx.x / QUARTER;
             if (row >= of.group + 2) break;
-            if (row <= of.group) rotate(first[r], second[r], c, s);
+            if (row <= of.group) rotate(first[r], second[r], split.c, split.s);
             const unsigned a = word_from<T>(first[r].x, first[r].y), b = word_from<T>(second[r].x, second[r].y);
             if (row < of.group) {
                 words_of(row)[0] = a;
@@ -385,15 +408,15 @@ __device__ __forceinline__ bool attend(const Attention<T>& of, AttentionShared<H
     float answer[4];  // of tile `warp`: two dimensions, and of each, heads 2t and 2t + 1
     add_warps(shared.board, o, m, l, answer, turn);
     if (live_splits > 1) {
-        uint2* answers = of.partial + static_cast<size_t>(kv_head * splits) * TILES * 32;
-        float* lses = of.lse + kv_head * splits * HEADS;
+        uint2* answers = of.partial + static_cast<size_t>(kv_head * split.count) * TILES * 32;
+        float* lses = of.lse + kv_head * split.count * HEADS;
         if (warp < TILES) {
-            answers[(split * TILES + warp) * 32 + lane] =
+            answers[(split.index * TILES + warp) * 32 + lane] =
                 make_uint2(word_from<T>(answer[0], answer[1]), word_from<T>(answer[2], answer[3]));
         }
         if (threadIdx.x < 4) {
-            lses[split * HEADS + 2 * t] = m[0] + log2f(l[0]);
-            lses[split * HEADS + 2 * t + 1] = m[1] + log2f(l[1]);
+            lses[split.index * HEADS + 2 * t] = m[0] + log2f(l[0]);
+            lses[split.index * HEADS + 2 * t + 1] = m[1] + log2f(l[1]);
         }
         turn.sync();
         if (threadIdx.x == 0) {  // whoever arrives last finds all the others there
