@@ -42,10 +42,13 @@ struct Layer {
     __half* pages;
 };
 
-// A product, and the tiles of it that are this block's.
+// A product, and the tiles of it that are this block's. Its items are the chunks of these tiles, the first chunk of all
+// tiles, then the second: a warp has neighbouring ones, and keeps x of a chunk in registers.
 struct Share {
     unsigned cols;
-    int chunks, first_tile, end_tile;
+    int chunks, first_tile, tiles;
+
+    __device__ __forceinline__ int first_item(int warp) const { return tiles * chunks * warp / WARPS; }
 };
 
 __device__ __forceinline__ void wait_for(const unsigned* arrivals, unsigned wanted) {
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                   int max_pages, int positions, int stages, unsigned sum_bytes, float eps, float scale_log2,
                   float act_factor, float act_shrink) {
     constexpr int STAGE_BYTES = Stage<GROUP, false>::BYTES;
-    __shared__ mbarrier_t full[WARPS][MOST_STAGES], empty[WARPS][MOST_STAGES];
+    __shared__ mbarrier_t full[WARPS][MOST_STAGES], empty[WARPS][MOST_STAGES], attention_done;
     __shared__ Share shares[PRODUCTS];
     __shared__ float squares[NORM_COLS / 256];
 
@@ -105,9 +108,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         const unsigned rows = which == QKV ? q_size + 2 * kv_heads * HEAD_DIM : which == GATE_UP ? 2 * inner : hidden;
         const int unit = which == GATE_UP ? 2 : 1;  // tiles that stay together
         const long long units = rows / (16 * unit);
-        shares[which] = {cols, static_cast<int>((cols + RING_CHUNK - 1) / RING_CHUNK),
-                         static_cast<int>(units * blockIdx.x / gridDim.x) * unit,
-                         static_cast<int>(units * (blockIdx.x + 1) / gridDim.x) * unit};
+        const int first = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
+        shares[which] = {cols, static_cast<int>((cols + RING_CHUNK - 1) / RING_CHUNK), first * unit,
+                         (end - first) * unit};
     }
     for (int i = threadIdx.x; i < count * static_cast<int>(sizeof(Layer) / 8); i += THREADS) {
         reinterpret_cast<uint2*>(here)[i] = reinterpret_cast<const uint2*>(layers)[i];
@@ -115,6 +118,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < WARPS * MOST_STAGES) {
         mbarrier_init(&full[0][0] + threadIdx.x, 1);
         mbarrier_init(&empty[0][0] + threadIdx.x, 1);
+        if (threadIdx.x == 0) mbarrier_init(&attention_done, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -122,20 +126,24 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (warp == WARPS) {
         if (lane >= WARPS) return;
         unsigned char* const to = ring + lane * stages * STAGE_BYTES;
-        int product = -1, left = 0, chunk = 0, tile = 0, stage = 0, lap = 0;
+        int product = -1, item = 0, end = 0, chunk = 0, tile = 0, stage = 0, lap = 0;
         int coming = 0, next_in = 0, in_parity = 0;  // stages that are on their way, and the first of them
         Share share = {};
         const unsigned* words = nullptr;
         const __half* scales = nullptr;
         for (;;) {  // lanes whose ring is full come back later
-            if (left <= 0) {
-                if (++product == count * PRODUCTS) return;
-                share = shares[product % PRODUCTS];
-                words = here[product / PRODUCTS].words[product % PRODUCTS];
-                scales = here[product / PRODUCTS].scales[product % PRODUCTS];
-                left = (share.end_tile - share.first_tile) * share.chunks - lane;
-                tile = share.first_tile + lane / share.chunks;
-                chunk = lane % share.chunks;
+            if (item == end) {
+                const int next = product + 1, which = next % PRODUCTS, layer = next / PRODUCTS;
+                if (layer == count) return;
+                if (which == GATE_UP && !mbarrier_test_wait(&attention_done, layer % 2)) continue;
+                product = next;
+                share = shares[which];
+                words = here[layer].words[which];
+                scales = here[layer].scales[which];
+                item = share.first_item(lane);
+                end = share.first_item(lane + 1);
+                chunk = item / max(share.tiles, 1);
+                tile = item % max(share.tiles, 1);
                 continue;
             }
             if (coming > 0 && mbarrier_test_wait(&full[lane][next_in], in_parity)) {
@@ -146,11 +154,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
             if (coming < MOST_COMING && (lap == 0 || mbarrier_test_wait(&empty[lane][stage], lap % 2 ^ 1))) {
+                fill_stage<GROUP, false>(to + stage * STAGE_BYTES, &full[lane][stage], words, scales, nullptr,
+                                         share.first_tile + tile, chunk * RING_CHUNK, share.cols);
                 ++coming;
-                fill_stage<GROUP, false>(to + stage * STAGE_BYTES, &full[lane][stage], words, scales, nullptr, tile,
-                                         chunk * RING_CHUNK, share.cols);
-                left -= WARPS;
-                for (chunk += WARPS; chunk >= share.chunks; ++tile) chunk -= share.chunks;
+                ++item;
+                if (++tile == share.tiles) {
+                    tile = 0;
+                    ++chunk;
+                }
                 if (++stage == stages) {
                     stage = 0;
                     ++lap;
@@ -167,8 +178,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int page = (split.index + lane * splits) * WARPS + warp;  // that the lane will bring into the L2 cache
     const int number = attends && page < ceil_div(split.tokens, PAGE_SIZE) ? table[page] : -1;
 
-    const unsigned char* const x_lane[1] = {x_bytes + g % 2 * 64 + t * 16};
-    const SplitGroup* const group_lane[1] = {x_groups};
+    const unsigned char* const x_lane = x_bytes + g % 2 * 64 + t * 16;
     const auto all = [&](int barrier, int layer, int each) {  // wait until `each` have arrived for each layer so far
         wait_for(arrivals + 32 * barrier, (layer + 1) * each);
         sync_warps();
@@ -222,36 +232,64 @@ __global__ void __launch_bounds__(THREADS, 1)
             };
             split_normed<GROUP, false>(octets, h, weights, x_bytes, x_groups, squares);
         } else {
-            if (which == O) all(ATTENDED, layer, kv_heads);
+            if (which == O) {
+                all(ATTENDED, layer, kv_heads);
+                if (threadIdx.x == 0) mbarrier_arrive(&attention_done);
+            }
             else all(GATE_UP, layer, gridDim.x);
             split_halves<GROUP, false, 5>(octets, which == O ? attended : act, x_bytes, x_groups);
         }
         // What is added to a row in the end is asked for long before.
-        const int rows = (share.end_tile - share.first_tile) * 16, first_row = share.first_tile * 16;
+        const int rows = share.tiles * 16, first_row = share.first_tile * 16;
         const float* added = which == QKV ? of.bias : h;
         const float row_early = which != GATE_UP && threadIdx.x < rows ? added[first_row + threadIdx.x] : 0.0f;
         sync_warps();
         if (which == QKV || which == GATE_UP) factor = norm_factor(squares, octets.pieces, hidden, eps);
         if (product == count * PRODUCTS - 1) launch_dependents();
 
-        const int chunks = share.chunks, all_chunks = (share.end_tile - share.first_tile) * chunks;
-        for (int i = warp, chunk = warp % chunks; i < all_chunks; i += WARPS) {
+        const int chunks = share.chunks, end = share.first_item(warp + 1);
+        int item = share.first_item(warp), chunk = item / max(share.tiles, 1), tile = item % max(share.tiles, 1);
+        uint4 held[RING_CHUNK / 64];
+        float held_scale[RING_CHUNK / GROUP];
+        for (bool is_new = true; item < end; ++item) {
+            const unsigned from = chunk * RING_CHUNK;
+            const unsigned char* in_ring = ring + (warp * stages + stage) * STAGE_BYTES;
             float sum[1][2] = {};
-            mbarrier_wait(&full[warp][stage], parity);
-            multiply_stage<GROUP, false>(ring + (warp * stages + stage) * STAGE_BYTES, chunk * RING_CHUNK, share.cols,
-                                         x_lane, group_lane, sum, [&] {
-                                             __syncwarp();  // all lanes have
-                                             if (lane == 0) mbarrier_arrive(&empty[warp][stage]);
-                                         });
+            const auto x_at = [&](int i, int) { return *reinterpret_cast<const uint4*>(x_lane + (from + i * 64) * 2); };
+            const auto has_read = [&] {
+                __syncwarp();  // all lanes have
+                if (lane == 0) mbarrier_arrive(&empty[warp][stage]);
+            };
+            if (share.cols - from >= RING_CHUNK) {
+                if (is_new) {
+#pragma unroll
+                    for (int i = 0; i < RING_CHUNK / 64; ++i) held[i] = x_at(i, 0);
+#pragma unroll
+                    for (int i = 0; i < RING_CHUNK / GROUP; ++i) held_scale[i] = x_groups[from / GROUP + i].scale;
+                }
+                mbarrier_wait(&full[warp][stage], parity);
+                multiply_stage<GROUP, false>(in_ring, [&](int i, int) { return held[i]; },
+                                             [&](int i, int) { return SplitGroup{held_scale[i], 0}; }, sum, has_read);
+            } else {
+                mbarrier_wait(&full[warp][stage], parity);
+                multiply_part<GROUP, false>(in_ring, share.cols - from, x_at,
+                                            [&](int i, int) { return x_groups[from / GROUP + i]; }, sum);
+                has_read();
+            }
             if (++stage == stages) {
                 stage = 0;
                 parity ^= 1;
             }
             if (t == 0) {
-                sums[i * 16 + g] = sum[0][0];
-                sums[i * 16 + g + 8] = sum[0][1];
+                float* to = sums + (tile * chunks + chunk) * 16;
+                to[g] = sum[0][0];
+                to[g + 8] = sum[0][1];
             }
-            for (chunk += WARPS; chunk >= chunks;) chunk -= chunks;
+            is_new = ++tile == share.tiles;
+            if (is_new) {
+                tile = 0;
+                ++chunk;
+            }
         }
         sync_warps();
 

@@ -139,10 +139,28 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
         while (tile < last) {
             float sum[MMAS][2] = {};
             mbarrier_wait(&full[warp][stage], parity);
-            multiply_stage<GROUP, ZEROS>(stages + stage * STAGE_BYTES, chunk * RING_CHUNK, cols, x_lane, group_lane, sum, [&] {
-                __syncwarp();  // all lanes have
+            const unsigned char* here = stages + stage * STAGE_BYTES;
+            const unsigned from = chunk * RING_CHUNK;
+            const auto x_at = [&](int i, int m) {
+                return *reinterpret_cast<const uint4*>(x_lane[m] + (from + i * 64) * 2);
+            };
+            const auto of_x = [&](int group, int m) { return group_lane[m][from / GROUP + group]; };
+            const auto refill = [&] {
+                __syncwarp();  // all lanes have read
                 if (lane == 0) fill(stage);
-            });
+            };
+            if (cols - from >= RING_CHUNK) {
+                uint4 held[TOKENS == 1 ? RING_CHUNK / 64 : 1];
+                if constexpr (TOKENS == 1) {
+#pragma unroll
+                    for (int i = 0; i < RING_CHUNK / 64; ++i) held[i] = x_at(i, 0);
+                }
+                const auto x_held = [&](int i, int m) { return TOKENS == 1 ? held[i] : x_at(i, m); };
+                multiply_stage<GROUP, ZEROS>(here, x_held, of_x, sum, refill);
+            } else {
+                multiply_part<GROUP, ZEROS>(here, cols - from, x_at, of_x, sum);
+                refill();
+            }
             if (++stage == RING_STAGES) {
                 stage = 0;
                 parity ^= 1;

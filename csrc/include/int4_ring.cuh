@@ -29,103 +29,114 @@ __device__ __forceinline__ void fill_stage(unsigned char* to, mbarrier_t* landed
     if constexpr (ZEROS) bulk_copy(to + Stage<GROUP, ZEROS>::ZEROS_AT, zeros + place / GROUP * 16, scale_bytes, landed);
 }
 
-// sum += the stage times x: of rows g and g + 8, and for each mma of token t of its four.
-//   x_lane, group_lane  where this lane's columns of B and its token's groups lie, see csrc/include/split.cuh
-//   has_read            called by all lanes as soon as the stage may be filled again
-//
-// All words are asked for at first, and groups take turns: a mma waits for the one before it of the same group.
-template <int GROUP, bool ZEROS, int MMAS, class HasRead>
-__device__ __forceinline__ void multiply_stage(const unsigned char* stage, unsigned from, unsigned cols,
-                                               const unsigned char* const (&x_lane)[MMAS],
-                                               const SplitGroup* const (&group_lane)[MMAS], float (&sum)[MMAS][2],
-                                               const HasRead& has_read) {
-    constexpr int STEP = GROUP < 64 ? 64 : GROUP, PAIRS = STEP / 64, GROUPS = STEP / GROUP;  // what is taken as one
-    constexpr int ALL = RING_CHUNK / STEP, TURNS = ALL < 4 / MMAS ? ALL : 4 / MMAS;          // steps that take turns
-    const int lane = threadIdx.x % 32, g = lane / 4;
-    const unsigned columns = min(cols - from, static_cast<unsigned>(RING_CHUNK));
-    const uint4* words = reinterpret_cast<const uint4*>(stage) + lane;
-    const unsigned* lines = reinterpret_cast<const unsigned*>(stage + RING_CHUNK * 8) + g;
-    const auto add_group = [&](int group, unsigned scales, unsigned zeros, const int (&d)[MMAS][4]) {
-        const float2 scale = half2_to_float2(scales);
+template <int GROUP>
+struct Steps {  // of columns that are taken as one: at least two mma
+    static constexpr int COLS = GROUP < 64 ? 64 : GROUP, PAIRS = COLS / 64, GROUPS = COLS / GROUP;
+};
+
+// What a lane reads of a stage.
+template <int GROUP, bool ZEROS>
+struct StageWords {
+    const uint4* words;
+    const unsigned* lines;
+
+    __device__ __forceinline__ explicit StageWords(const unsigned char* stage)
+        : words(reinterpret_cast<const uint4*>(stage) + threadIdx.x % 32),
+          lines(reinterpret_cast<const unsigned*>(stage + RING_CHUNK * 8) + threadIdx.x % 32 / 4) {}
+    __device__ __forceinline__ uint4 word(int i) const { return words[i * 32]; }  // of the i-th 64 columns
+    __device__ __forceinline__ unsigned scale(int group) const { return lines[group * 8]; }
+    __device__ __forceinline__ unsigned zero(int group) const {
+        return lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + group * 8];
+    }
+};
+
+// COUNT steps from step `first` on.
+template <int GROUP, bool ZEROS, int COUNT, int MMAS, class Word, class X, class Scale, class Zero, class OfX>
+__device__ __forceinline__ void multiply_steps(int first, const Word& word, const X& x, const Scale& scale,
+                                               const Zero& zero, const OfX& of_x, float (&sum)[MMAS][2]) {
+    constexpr int PAIRS = Steps<GROUP>::PAIRS, GROUPS = Steps<GROUP>::GROUPS;
+    int d[COUNT][GROUPS][MMAS][4] = {};
 #pragma unroll
-        for (int m = 0; m < MMAS; ++m) {
-            const SplitGroup of_x = group_lane[m][from / GROUP + group];
-            int top = 256 * d[m][0] + d[m][1], bottom = 256 * d[m][2] + d[m][3];
-            if constexpr (ZEROS) {
-                const float2 z = half2_to_float2(zeros);
-                top -= static_cast<int>(16.0f * z.x) * of_x.sum;
-                bottom -= static_cast<int>(16.0f * z.y) * of_x.sum;
-            }
-            sum[m][0] = fmaf(scale.x * of_x.scale, static_cast<float>(top), sum[m][0]);     // row g
-            sum[m][1] = fmaf(scale.y * of_x.scale, static_cast<float>(bottom), sum[m][1]);  // row g + 8
+    for (int pair = 0; pair < PAIRS; ++pair) {
+        uint4 b[COUNT][MMAS];
+#pragma unroll
+        for (int i = 0; i < COUNT * MMAS; ++i) {
+            b[i / MMAS][i % MMAS] = x((first + i / MMAS) * PAIRS + pair, i % MMAS);
         }
-    };
-    const auto x_of = [&](int m, unsigned k) {
-        return *reinterpret_cast<const uint4*>(x_lane[m] + (from + k) * 2);
-    };
-    // COUNT steps from step `first` on; word(i) and x(i, m) are those of 64 columns
-    const auto take = [&](auto count, int first, const auto& word, const auto& x, const auto& scale, const auto& zero) {
-        constexpr int COUNT = decltype(count)::value;
-        int d[COUNT][GROUPS][MMAS][4] = {};
 #pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair) {
-            uint4 b[COUNT][MMAS];
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-            for (int i = 0; i < COUNT * MMAS; ++i) {
-                b[i / MMAS][i % MMAS] = x((first + i / MMAS) * PAIRS + pair, i % MMAS);
-            }
+            for (int i = 0; i < COUNT; ++i) {
+                const uint4 w = word((first + i) * PAIRS + pair);
+                int a[4];
+                unpack_bytes(half ? w.z : w.x, a[0], a[2]);  // row g
+                unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) {
-                    const uint4 w = word((first + i) * PAIRS + pair);
-                    int a[4];
-                    unpack_bytes(half ? w.z : w.x, a[0], a[2]);  // row g
-                    unpack_bytes(half ? w.w : w.y, a[1], a[3]);  // row g + 8
-#pragma unroll
-                    for (int m = 0; m < MMAS; ++m) {
-                        const uint4 v = b[i][m];
-                        mma_16x8x32_s8(d[i][half % GROUPS][m], a, half ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y));
-                    }
+                for (int m = 0; m < MMAS; ++m) {
+                    const uint4 v = b[i][m];
+                    mma_16x8x32_s8(d[i][half % GROUPS][m], a, half ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y));
                 }
             }
         }
+    }
 #pragma unroll
-        for (int i = 0; i < COUNT * GROUPS; ++i) {
-            const int group = first * GROUPS + i;
-            add_group(group, scale(group), zero(group), d[i / GROUPS][i % GROUPS]);
+    for (int i = 0; i < COUNT * GROUPS; ++i) {
+        const int group = first * GROUPS + i;
+        const float2 of_rows = half2_to_float2(scale(group));
+#pragma unroll
+        for (int m = 0; m < MMAS; ++m) {
+            const SplitGroup its_x = of_x(group, m);
+            const int(&p)[4] = d[i / GROUPS][i % GROUPS][m];
+            int top = 256 * p[0] + p[1], bottom = 256 * p[2] + p[3];
+            if constexpr (ZEROS) {
+                const float2 z = half2_to_float2(zero(group));
+                top -= static_cast<int>(16.0f * z.x) * its_x.sum;
+                bottom -= static_cast<int>(16.0f * z.y) * its_x.sum;
+            }
+            sum[m][0] = fmaf(of_rows.x * its_x.scale, static_cast<float>(top), sum[m][0]);     // row g
+            sum[m][1] = fmaf(of_rows.y * its_x.scale, static_cast<float>(bottom), sum[m][1]);  // row g + 8
         }
-    };
-    if (columns == RING_CHUNK) {
-        constexpr int ALL_PAIRS = RING_CHUNK / 64;
-        uint4 word[ALL_PAIRS], x[MMAS == 1 ? ALL_PAIRS : 1];
-        unsigned scale[RING_CHUNK / GROUP], zero[ZEROS ? RING_CHUNK / GROUP : 1];
+    }
+}
+
+// sum += a full stage times x: of rows g and g + 8, and for each mma of token t of its four.
+//   x(i, m)     this lane's columns of B, of the i-th 64 columns; of_x(i, m)  the i-th group of its token
+//   has_read    called by all lanes as soon as the stage may be filled again
+//
+// All words are asked for at first, and groups take turns: a mma waits for the one before it of the same group.
+template <int GROUP, bool ZEROS, int MMAS, class X, class OfX, class HasRead>
+__device__ __forceinline__ void multiply_stage(const unsigned char* stage, const X& x, const OfX& of_x,
+                                               float (&sum)[MMAS][2], const HasRead& has_read) {
+    constexpr int STEP = Steps<GROUP>::COLS, ALL = RING_CHUNK / STEP;
+    constexpr int TURNS = ALL < 4 / MMAS ? ALL : 4 / MMAS;  // steps that take turns
+    uint4 word[RING_CHUNK / 64];
+    unsigned scale[RING_CHUNK / GROUP], zero[ZEROS ? RING_CHUNK / GROUP : 1];
+    const StageWords<GROUP, ZEROS> words(stage);
 #pragma unroll
-        for (int i = 0; i < ALL_PAIRS; ++i) word[i] = words[i * 32];
+    for (int i = 0; i < RING_CHUNK / 64; ++i) word[i] = words.word(i);
 #pragma unroll
-        for (int i = 0; i < RING_CHUNK / GROUP; ++i) {
-            scale[i] = lines[i * 8];
-            if constexpr (ZEROS) zero[i] = lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + i * 8];
-        }
-        if constexpr (MMAS == 1) {
+    for (int i = 0; i < RING_CHUNK / GROUP; ++i) {
+        scale[i] = words.scale(i);
+        if constexpr (ZEROS) zero[i] = words.zero(i);
+    }
+    has_read();
 #pragma unroll
-            for (int i = 0; i < ALL_PAIRS; ++i) x[i] = x_of(0, i * 64);
-        }
-        has_read();
-#pragma unroll
-        for (int first = 0; first < ALL; first += TURNS) {
-            take(Count<TURNS>(), first, [&](int i) { return word[i]; },
-                 [&](int i, int m) { return MMAS == 1 ? x[i] : x_of(m, i * 64); }, [&](int i) { return scale[i]; },
-                 [&](int i) { return zero[ZEROS ? i : 0]; });
-        }
-    } else {
+    for (int first = 0; first < ALL; first += TURNS) {
+        multiply_steps<GROUP, ZEROS, TURNS>(first, [&](int i) { return word[i]; }, x, [&](int i) { return scale[i]; },
+                                            [&](int i) { return zero[ZEROS ? i : 0]; }, of_x, sum);
+    }
+}
+
+// The same of a stage that has `columns` columns, a multiple of 64 and of GROUP.
+template <int GROUP, bool ZEROS, int MMAS, class X, class OfX>
+__device__ __forceinline__ void multiply_part(const unsigned char* stage, unsigned columns, const X& x, const OfX& of_x,
+                                              float (&sum)[MMAS][2]) {
+    const StageWords<GROUP, ZEROS> words(stage);
 #pragma unroll 1
-        for (unsigned step = 0; step < columns / STEP; ++step) {
-            take(Count<1>(), step, [&](int i) { return words[i * 32]; }, [&](int i, int m) { return x_of(m, i * 64); },
-                 [&](int i) { return lines[i * 8]; },
-                 [&](int i) { return lines[Stage<GROUP, ZEROS>::SCALE_BYTES / 4 + i * 8]; });
-        }
-        has_read();
+    for (unsigned step = 0; step < columns / Steps<GROUP>::COLS; ++step) {
+        multiply_steps<GROUP, ZEROS, 1>(step, [&](int i) { return words.word(i); }, x,
+                                        [&](int i) { return words.scale(i); }, [&](int i) { return words.zero(i); },
+                                        of_x, sum);
     }
 }
 
