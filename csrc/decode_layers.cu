@@ -12,9 +12,9 @@
 //             other. Dynamic shared memory: rings, sums, layers, x; see nanoqwen/kernels/decode_layers.py.
 // Teaches:    what a launch costs is not its start but its end: rings that run dry.
 //
-// Between two kernels every ring runs empty, and it takes a microsecond until the next one's weights arrive. Here one
-// warp does nothing but fill rings, its lane i that of warp i, with the next chunk that the warp will want, be it of this
-// product or of the next: while the blocks wait for each other the weights go on coming.
+// Between two kernels every ring runs empty, and it takes a microsecond until the next one's weights arrive. Here a
+// stage that has been read is filled with the next chunk that its warp will want, be it of this product or of the next:
+// while the blocks wait for each other the weights go on coming.
 //
 //     product    |      o      | wait |   gate_up ...
 //     ring, in   | o  gate_up gate_up |            the ring is full when x of gate_up is there
@@ -27,9 +27,8 @@
 #include "int4_ring.cuh"
 #include "sync.cuh"
 
-constexpr int WARPS = ATTENTION_WARPS, THREADS = 32 * (WARPS + 1);  // the last warp fills the rings of the others
+constexpr int WARPS = ATTENTION_WARPS, THREADS = 32 * WARPS;
 constexpr int MOST_STAGES = 8;
-constexpr int MOST_COMING = 2;  // stages of a ring on their way: more would stand in the way of what is waited for
 enum Product { QKV, O, GATE_UP, DOWN, PRODUCTS };
 enum Barrier { ATTENDED = PRODUCTS, LEFT, BARRIERS };  // after those of the products
 extern __shared__ __align__(128) unsigned char ring[];
@@ -58,9 +57,6 @@ __device__ __forceinline__ void wait_for(const unsigned* arrivals, unsigned want
     }
 }
 
-// A barrier of the warps that multiply.
-__device__ __forceinline__ void sync_warps() { named_barrier_sync(1, 32 * WARPS); }
-
 struct AfterQkv {  // attention's turn
     static constexpr int ANSWERS_AHEAD = 12;
     const unsigned* arrivals;
@@ -68,18 +64,11 @@ struct AfterQkv {  // attention's turn
 
     __device__ __forceinline__ void wait() const {
         wait_for(arrivals, wanted);
-        sync_warps();
+        __syncthreads();
     }
     __device__ __forceinline__ void has_query() const {}
-    __device__ __forceinline__ void sync() const { sync_warps(); }
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
 };
-
-// A call, so that its registers are not those of the products.
-template <int HEAD_DIM>
-__device__ __noinline__ bool attend_apart(const Attention<__half>& of, const Split split,
-                                          AttentionShared<HEAD_DIM>& shared, const AfterQkv turn) {
-    return attend<__half, HEAD_DIM, true>(of, split, shared, turn);
-}
 
 template <int GROUP, int HEAD_DIM>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -89,7 +78,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                   int max_pages, int positions, int stages, unsigned sum_bytes, float eps, float scale_log2,
                   float act_factor, float act_shrink) {
     constexpr int STAGE_BYTES = Stage<GROUP, false>::BYTES;
-    __shared__ mbarrier_t full[WARPS][MOST_STAGES], empty[WARPS][MOST_STAGES], attention_done;
+    __shared__ mbarrier_t full[WARPS][MOST_STAGES];
     __shared__ Share shares[PRODUCTS];
     __shared__ float squares[NORM_COLS / 256];
 
@@ -117,58 +106,36 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     if (threadIdx.x < WARPS * MOST_STAGES) {
         mbarrier_init(&full[0][0] + threadIdx.x, 1);
-        mbarrier_init(&empty[0][0] + threadIdx.x, 1);
-        if (threadIdx.x == 0) mbarrier_init(&attention_done, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
 
-    if (warp == WARPS) {
-        if (lane >= WARPS) return;
-        unsigned char* const to = ring + lane * stages * STAGE_BYTES;
-        int product = -1, item = 0, end = 0, chunk = 0, tile = 0, stage = 0, lap = 0;
-        int coming = 0, next_in = 0, in_parity = 0;  // stages that are on their way, and the first of them
-        Share share = {};
-        const unsigned* words = nullptr;
-        const __half* scales = nullptr;
-        for (;;) {  // lanes whose ring is full come back later
-            if (item == end) {
-                const int next = product + 1, which = next % PRODUCTS, layer = next / PRODUCTS;
-                if (layer == count) return;
-                if (which == GATE_UP && !mbarrier_test_wait(&attention_done, layer % 2)) continue;
-                product = next;
-                share = shares[which];
-                words = here[layer].words[which];
-                scales = here[layer].scales[which];
-                item = share.first_item(lane);
-                end = share.first_item(lane + 1);
-                chunk = item / max(share.tiles, 1);
-                tile = item % max(share.tiles, 1);
-                continue;
-            }
-            if (coming > 0 && mbarrier_test_wait(&full[lane][next_in], in_parity)) {
-                --coming;
-                if (++next_in == stages) {
-                    next_in = 0;
-                    in_parity ^= 1;
-                }
-            }
-            if (coming < MOST_COMING && (lap == 0 || mbarrier_test_wait(&empty[lane][stage], lap % 2 ^ 1))) {
-                fill_stage<GROUP, false>(to + stage * STAGE_BYTES, &full[lane][stage], words, scales, nullptr,
-                                         share.first_tile + tile, chunk * RING_CHUNK, share.cols);
-                ++coming;
-                ++item;
-                if (++tile == share.tiles) {
-                    tile = 0;
-                    ++chunk;
-                }
-                if (++stage == stages) {
-                    stage = 0;
-                    ++lap;
-                }
-            }
+    int ahead = -1, next_item = 0, next_end = 0, next_chunk = 0, next_tile = 0;  // what a stage will be filled with
+    const auto fill = [&](int stage) {
+        while (next_item == next_end) {
+            if (ahead + 1 >= count * PRODUCTS) return;
+            const Share share = shares[++ahead % PRODUCTS];
+            next_item = share.first_item(warp);
+            next_end = share.first_item(warp + 1);
+            next_chunk = next_item / max(share.tiles, 1);
+            next_tile = next_item % max(share.tiles, 1);
         }
+        const int which = ahead % PRODUCTS;
+        const Share share = shares[which];
+        const Layer& layer = here[ahead / PRODUCTS];
+        fill_stage<GROUP, false>(ring + (warp * stages + stage) * STAGE_BYTES, &full[warp][stage], layer.words[which],
+                                 layer.scales[which], nullptr, share.first_tile + next_tile, next_chunk * RING_CHUNK,
+                                 share.cols);
+        ++next_item;
+        if (++next_tile == share.tiles) {
+            next_tile = 0;
+            ++next_chunk;
+        }
+    };
+    if (lane == 0) {
+        for (int stage = 0; stage < stages; ++stage) fill(stage);
     }
+    __syncwarp();
 
     Attention<__half> attention = {nullptr, qkv, cos, sin, nullptr, table, length, attended, partial, lse, answers,
                                    scale_log2, 1, group, max_pages, positions};
@@ -181,7 +148,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const unsigned char* const x_lane = x_bytes + g % 2 * 64 + t * 16;
     const auto all = [&](int barrier, int layer, int each) {  // wait until `each` have arrived for each layer so far
         wait_for(arrivals + 32 * barrier, (layer + 1) * each);
-        sync_warps();
+        __syncthreads();
     };
     int stage = 0, parity = 0;
 #pragma unroll 1
@@ -195,8 +162,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 attention.pages = of.pages;
                 auto& shared = *reinterpret_cast<AttentionShared<HEAD_DIM>*>(room);
                 const AfterQkv turn = {arrivals + 32 * QKV, (layer + 1) * gridDim.x};
-                if (attend_apart<HEAD_DIM>(attention, split, shared, turn)) {
-                    sync_warps();
+                if (attend<__half, HEAD_DIM, true>(attention, split, shared, turn)) {
+                    __syncthreads();
                     if (threadIdx.x == 0) red_add_release(arrivals + 32 * ATTENDED, 1u);
                 }
             }
@@ -232,10 +199,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             };
             split_normed<GROUP, false>(octets, h, weights, x_bytes, x_groups, squares);
         } else {
-            if (which == O) {
-                all(ATTENDED, layer, kv_heads);
-                if (threadIdx.x == 0) mbarrier_arrive(&attention_done);
-            }
+            if (which == O) all(ATTENDED, layer, kv_heads);
             else all(GATE_UP, layer, gridDim.x);
             split_halves<GROUP, false, 5>(octets, which == O ? attended : act, x_bytes, x_groups);
         }
@@ -243,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         const int rows = share.tiles * 16, first_row = share.first_tile * 16;
         const float* added = which == QKV ? of.bias : h;
         const float row_early = which != GATE_UP && threadIdx.x < rows ? added[first_row + threadIdx.x] : 0.0f;
-        sync_warps();
+        __syncthreads();
         if (which == QKV || which == GATE_UP) factor = norm_factor(squares, octets.pieces, hidden, eps);
         if (product == count * PRODUCTS - 1) launch_dependents();
 
@@ -258,7 +222,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             const auto x_at = [&](int i, int) { return *reinterpret_cast<const uint4*>(x_lane + (from + i * 64) * 2); };
             const auto has_read = [&] {
                 __syncwarp();  // all lanes have
-                if (lane == 0) mbarrier_arrive(&empty[warp][stage]);
+                if (lane == 0) fill(stage);
             };
             if (share.cols - from >= RING_CHUNK) {
                 if (is_new) {
@@ -291,24 +255,24 @@ __global__ void __launch_bounds__(THREADS, 1)
                 ++chunk;
             }
         }
-        sync_warps();
+        __syncthreads();
 
         const auto total = [&](int row) {
             return add_chunks(sums + row / 16 * chunks * 16 + row % 16, chunks, 16) * factor;
         };
         if (which == GATE_UP) {
-            for (int i = threadIdx.x; i < rows / 2; i += 32 * WARPS) {
+            for (int i = threadIdx.x; i < rows / 2; i += THREADS) {
                 const int row = i / 16 * 32 + i % 16;
                 const float gate = total(row), up = total(row + 16);
                 act[first_row / 2 + i] = __float2half_rn(gate / (1.0f + expf(-gate)) * up * act_shrink);
             }
         } else {
             float* y = which == QKV ? qkv : h;
-            for (int i = threadIdx.x; i < rows; i += 32 * WARPS) {
+            for (int i = threadIdx.x; i < rows; i += THREADS) {
                 y[first_row + i] = total(i) + (i == threadIdx.x ? row_early : added[first_row + i]);
             }
         }
-        sync_warps();
+        __syncthreads();
         if (threadIdx.x == 0) red_add_release(arrivals + 32 * which, 1u);
     }
     // Nobody waits any more when the last block leaves.

@@ -196,7 +196,7 @@ def decode_layers(
         name,
         device,
         grid,
-        32 * (WARPS + 1),
+        32 * WARPS,
         (*args, *sizes, *factors),
         shared_bytes=rest + stages * WARPS * _stage_bytes(layers.group),
         pdl=pdl,
