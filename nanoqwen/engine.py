@@ -1,4 +1,4 @@
-"""The decode step made of our kernels: INT4 weights, paged KV, all layers in one launch. Lesson: notebooks 06 and 07.
+"""The decode step made of our kernels: INT4 weights, paged KV, five launches a layer. Lesson: notebooks 06 and 07.
 
     engine, tokenizer = Engine.load("qwen2.5-coder-0.5b", "cuda")
     for token in engine.generate(tokenizer.encode("def quicksort(a):"), 64): ...
@@ -54,8 +54,6 @@ class Engine:
         mode: one of `graphs.MODES`; by default "in flight" on a GPU, and on a CPU "eager", the only one there.
         blocks: of a product; by default one for each multiprocessor.
         pdl: let a launch of a step begin while the one before it still runs (programmatic dependent launch).
-        persistent: all layers in one launch, whose blocks wait for each other (`kernels.decode_layers`), instead of five
-            launches for each; the same bits. By default on a GPU that has room for it.
 
     Raises:
         ValueError: a model that the kernels do not take, an unknown mode.
@@ -75,7 +73,6 @@ class Engine:
         mode: str | None = None,
         blocks: int | None = None,
         pdl: bool = True,
-        persistent: bool | None = None,
         progress: bool = False,
     ):
         self.config = config = model.config
@@ -115,13 +112,8 @@ class Engine:
         splits = kernels.choose_splits(most * PAGE_SIZE, kv_heads, sms(device))
         self.workspace = kernels.attention_workspace(kv_heads, head_dim, splits, torch.float16, device)
         self.choice = kernels.token_workspace(device)
-        self.barriers = kernels.layer_barriers(device)
         self.cos, self.sin = rope_tables(config, torch.arange(self.context, device=device), torch.float32)
         self._pages = self.kv.pool.unbind()  # of each layer
-        self._layers = kernels.layer_table(self.weights.layers, self._pages)
-        if persistent is None:
-            persistent = device.type == "cuda" and kernels.fits_one_launch(self._layers, self.blocks)
-        self.persistent = persistent
         # The host's table, from where a copy to the GPU need not be waited for
         self._host_table = torch.full((most,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._last: dict[int, int] = {}  # each sequence's latest token, which its next step takes
@@ -152,7 +144,7 @@ class Engine:
     def close(self) -> None:
         """Give all memory back. Closing twice is harmless; anything else then is an error."""
         self.closed = True
-        for name in ("weights", "kv", "workspace", "_pages", "_layers", "_launchers", "cos", "sin"):
+        for name in ("weights", "kv", "workspace", "_pages", "_launchers", "cos", "sin"):
             self.__dict__.pop(name, None)
 
     def __enter__(self) -> "Engine":
@@ -229,12 +221,7 @@ class Engine:
 
     # The step
 
-    def step(
-        self,
-        choose: Callable[[], None] | None = None,
-        look: Callable[[str, Tensor], None] | None = None,
-        persistent: bool | None = None,
-    ) -> None:
+    def step(self, choose: Callable[[], None] | None = None, look: Callable[[str, Tensor], None] | None = None) -> None:
         """One token through the model: `token` at position `length` becomes the next one, and `length` one more.
 
         All of it are launches that the host does not wait for. It allocates nothing, and no address depends on the
@@ -243,36 +230,24 @@ class Engine:
         Args:
             choose: of `chooser`; greedy by default.
             look: called after each launch, with its name and what it wrote.
-            persistent: the engine's by default; with a look it shows less.
         """
-        for name, launch, out in self.launches(choose or self.chooser(), persistent):
+        for name, launch, out in self.launches(choose or self.chooser()):
             launch()
             if look:
                 look(name, out)
 
-    def launches(
-        self, choose: Callable[[], None], persistent: bool | None = None
-    ) -> Iterator[tuple[str, Callable[[], object], Tensor]]:
+    def launches(self, choose: Callable[[], None]) -> Iterator[tuple[str, Callable[[], object], Tensor]]:
         """The launches of a step in their order: name, what launches it, what it writes."""
         weights, eps, pdl = self.weights, self.config.rms_norm_eps, {"pdl": self.pdl}
         # With pdl a launch may begin while the one before it still runs. Attention then asks for the length and for the
         # pages of earlier tokens before its turn, and the step before has written them. So the first kernel of a step
         # is a barrier: it lets its successor begin only when the step before has ended.
         yield "embed", partial(kernels.embed, weights.embedding, self.token, self.h, **pdl), self.h
-        if self.persistent if persistent is None else persistent:
-            yield "layers", self._all_layers, self.h
-        else:
-            for i, layer in enumerate(weights.layers):
-                yield from ((f"layer {i} {name}", launch, out) for name, launch, out in self._layer(i, layer))
+        for i, layer in enumerate(weights.layers):
+            yield from ((f"layer {i} {name}", launch, out) for name, launch, out in self._layer(i, layer))
         head = partial(kernels.lm_head, weights.head, self.h, weights.norm, eps, self.logits, **pdl)
         yield "lm_head", head, self.logits
         yield "choose", choose, self.token
-
-    def _all_layers(self) -> None:
-        cache = self.cos, self.sin, self.length, self.table
-        how = {"eps": self.config.rms_norm_eps, "act_factor": SHRINK, "blocks": self.blocks, "pdl": self.pdl}
-        scratch = {"workspace": self.workspace, "barriers": self.barriers}
-        kernels.decode_layers(self._layers, self.h, *cache, self.qkv, self.attended, self.act, **scratch, **how)
 
     def _layer(self, i: int, layer: Layer) -> Iterator[tuple[str, Callable[[], object], Tensor]]:
         pages, length, table, h, pdl = self._pages[i], self.length, self.table, self.h, {"pdl": self.pdl}
@@ -308,7 +283,7 @@ class Engine:
 
         self.show(sequence, 1)
         self._shown = None
-        self.step(look=finite, persistent=False)
+        self.step(look=finite)
 
     # How steps are launched
 
@@ -399,7 +374,7 @@ class Engine:
             self._put(sequence)
         self._shown = sequence, len(pages)
 
-        key = self.mode, self.pdl, self.persistent, repr(sampler or Sampler())
+        key = self.mode, self.pdl, repr(sampler or Sampler())
         if key not in self._launchers:
             step = partial(self.step, self.chooser(sampler))
             if self.mode.graph:  # compile the kernels; what the step does, it will do again
@@ -516,8 +491,8 @@ _MORE_PAGES = "free a sequence, or make the engine with a larger max_tokens"
 
 def _multiply(matrix: Matrix, x: Tensor, out: Tensor, *, blocks: int | None, pdl: bool, **how) -> None:
     if blocks is None and pdl:
-        rows, octets = matrix.words.shape
-        blocks = kernels.overlapping_blocks(rows // 16, 8 * octets, sms(x.device))
+        rows, words = matrix.words.shape
+        blocks = kernels.overlapping_blocks(rows // 16, 8 * words, sms(x.device))
     kernels.int4_gemm_ring(matrix.words, matrix.scales, x, out, blocks=blocks, pdl=pdl, **how)
 
 

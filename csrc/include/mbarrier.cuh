@@ -28,28 +28,22 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 __device__ __forceinline__ void mbarrier_arrive(mbarrier_t* barrier) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(mbarrier_address(barrier)) : "memory");
 }
-// Never sleeps, for a thread that looks at several barriers in turn.
-__device__ __forceinline__ bool mbarrier_test_wait(mbarrier_t* barrier, unsigned parity) {
-    unsigned done;
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(mbarrier_address(barrier)), "r"(parity)
-        : "memory");
-    return done != 0;
-}
 __device__ __forceinline__ bool mbarrier_try_wait(mbarrier_t* barrier, unsigned parity) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     unsigned done;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(mbarrier_address(barrier)), "r"(parity)
         : "memory");
-    return done != 0;
-#else
-    return mbarrier_test_wait(barrier, parity);
+#else  // sm_80 has no waiting form by parity that sleeps; this one only asks
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(mbarrier_address(barrier)), "r"(parity)
+        : "memory");
 #endif
+    return done != 0;
 }
 __device__ __forceinline__ void mbarrier_wait(mbarrier_t* barrier, unsigned parity) {
     while (!mbarrier_try_wait(barrier, parity)) {
@@ -70,15 +64,10 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, unsi
         "l"(global), "r"(bytes), "r"(mbarrier_address(barrier))
         : "memory");
 }
-// What will be wanted soon, into the L2 cache. Address and size as those of a bulk copy.
-__device__ __forceinline__ void bulk_prefetch(const void* global, unsigned bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
 // Between ordinary accesses to shared memory and a bulk copy into the same place.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else  // sm_80 has no bulk copies. The names are there for templates that use them on newer GPUs only.
 __device__ void mbarrier_arrive_expect_bytes(mbarrier_t* barrier, unsigned bytes);
 __device__ void bulk_copy(void* shared, const void* global, unsigned bytes, mbarrier_t* barrier);
-__device__ void bulk_prefetch(const void* global, unsigned bytes);
 #endif
 #endif

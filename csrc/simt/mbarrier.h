@@ -14,10 +14,6 @@ SIMT_TWIN bool mbarrier_try_wait(unsigned long long* barrier, unsigned parity,
                                  const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
     return simt_mbarrier_wait(barrier, parity, 1, file, line) != 0;
 }
-SIMT_TWIN bool mbarrier_test_wait(unsigned long long* barrier, unsigned parity,
-                                  const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
-    return simt_mbarrier_wait(barrier, parity, 1, file, line) != 0;
-}
 SIMT_TWIN void mbarrier_wait(unsigned long long* barrier, unsigned parity, const char* file = __builtin_FILE(),
                              unsigned line = __builtin_LINE()) {
     simt_mbarrier_wait(barrier, parity, 0, file, line);
@@ -25,5 +21,4 @@ SIMT_TWIN void mbarrier_wait(unsigned long long* barrier, unsigned parity, const
 SIMT_TWIN void bulk_copy(void* shared, const void* global, unsigned bytes, unsigned long long* barrier) {
     simt_bulk_copy(shared, global, bytes, barrier);
 }
-SIMT_TWIN void bulk_prefetch(const void*, unsigned) {}  // there is no cache here
 SIMT_TWIN void async_proxy_fence() {}

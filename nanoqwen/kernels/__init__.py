@@ -15,7 +15,6 @@ from nanoqwen.kernels.attention import (
     rope_attention,
 )
 from nanoqwen.kernels.awq import awq_dequantize, awq_dequantize_v1, awq_dequantize_v2, awq_dequantize_v3
-from nanoqwen.kernels.decode_layers import decode_layers, fits_one_launch, layer_barriers, layer_table
 from nanoqwen.kernels.dequantize import int4_dequantize
 from nanoqwen.kernels.gemv import gemv, gemv_coalesced, gemv_naive, gemv_rows, gemv_unrolled, gemv_vectorized
 from nanoqwen.kernels.int4 import (
@@ -38,9 +37,7 @@ __all__ = [
     "awq_dequantize_v2",
     "awq_dequantize_v3",
     "choose_splits",
-    "decode_layers",
     "embed",
-    "fits_one_launch",
     "gemv",
     "gemv_coalesced",
     "gemv_naive",
@@ -57,8 +54,6 @@ __all__ = [
     "int4_gemv_naive",
     "int4_gemv_prmt",
     "int4_gemv_warp",
-    "layer_barriers",
-    "layer_table",
     "lm_head",
     "overlapping_blocks",
     "paged_attention",

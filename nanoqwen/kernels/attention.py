@@ -242,7 +242,7 @@ def paged_attention_mma(
             not write length, table or, with `appended`, any page but the last.
     """
     head_dim, kv_heads, group, out = _paged(q, pages, table, length, out, appended)
-    workspace, splits = check_workspace(workspace, splits, table, kv_heads, head_dim, q.dtype, q.device)
+    workspace, splits = _workspace(workspace, splits, table, kv_heads, head_dim, q.dtype, q.device)
     args = (q, None, None, None, pages, table, length, out, *workspace, head_dim**-0.5 * LOG2_E)
     tail = (appended, group, len(table), 0)
     name = f"paged_attention_mma<{_LAYOUTS[q.dtype, head_dim]}, false>"
@@ -288,7 +288,7 @@ def rope_attention(
     for name, tensor in {"qkv": qkv, "pages": pages}.items():
         if overlap(out, tensor):
             raise ValueError(f"out overlaps {name}; blocks would read what others have already written")
-    workspace, splits = check_workspace(workspace, splits, table, kv_heads, head_dim, dtype, device)
+    workspace, splits = _workspace(workspace, splits, table, kv_heads, head_dim, dtype, device)
     args = (None, qkv, cos, sin, pages, table, length, out, *workspace, head_dim**-0.5 * LOG2_E)
     tail = (1, heads // kv_heads, len(table), len(cos))
     name = f"paged_attention_mma<{_LAYOUTS[dtype, head_dim]}, true>"
@@ -381,7 +381,7 @@ def _check_rope(qkv, cos, sin, length, table, pages, float_only=False) -> tuple[
     _group(heads, kv_heads)
     check_tensor("cos", cos, ("positions", head_dim), _FLOAT, device)
     check_tensor("sin", sin, tuple(cos.shape), _FLOAT, device)
-    check_table(pages, table, length, 1)
+    _check_table(pages, table, length, 1)
     if length.is_cpu and int(length) >= len(cos):
         raise ValueError(f"length is {int(length)}; cos and sin have {len(cos)} positions")
     return heads, qkv
@@ -431,7 +431,7 @@ def _paged(q, pages, table, length, out, appended) -> tuple[int, int, int, Tenso
     _check_pages(pages, head_dim, q)
     kv_heads = pages.shape[1]
     group = _group(len(q), kv_heads)
-    check_table(pages, table, length, appended)
+    _check_table(pages, table, length, appended)
     out = _output(q, out)
     if overlap(out, pages):
         raise ValueError("out overlaps pages; blocks would read what others have already written")
@@ -458,8 +458,7 @@ def _check_pages(pages: Tensor, head_dim: int | None = None, q: Tensor | None = 
     _check_head_dim("pages", pages.shape[4])
 
 
-def check_table(pages: Tensor, table: Tensor, length: Tensor, appended: int) -> None:
-    """Refuse a table or a length that do not fit each other or the pool; what lies on a GPU is not looked into."""
+def _check_table(pages: Tensor, table: Tensor, length: Tensor, appended: int) -> None:
     check_tensor("table", table, ("max_pages",), _INT32, pages.device)
     check_tensor("length", length, (1,), _INT32, pages.device)
     tokens = _check_tokens(length, appended, len(table) * PAGE_SIZE, f"table has {len(table)} pages of {PAGE_SIZE}")
@@ -507,7 +506,7 @@ def _check_splits(splits: int) -> None:
         raise ValueError(f"splits is {splits!r}; it must be 1 to {MAX_SPLITS}")
 
 
-def check_workspace(workspace, splits, table, kv_heads, head_dim, dtype, device) -> tuple[Workspace, int]:
+def _workspace(workspace, splits, table, kv_heads, head_dim, dtype, device) -> tuple[Workspace, int]:
     """The workspace, checked or new, and the number of splits."""
     if workspace is None:
         if splits is None:

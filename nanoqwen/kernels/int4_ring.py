@@ -11,8 +11,7 @@ from nanoqwen.kernels.int4 import tiled
 from nanoqwen.kernels.launch import Program, sms
 from nanoqwen.packing import FRAGMENT
 
-RING_STAGES, RING_WARPS = 2, 16  # as in csrc/int4_ring.cu
-RING_CHUNK, NORM_COLS = 512, 16384  # as in csrc/include/int4_ring.cuh
+RING_STAGES, RING_WARPS, RING_CHUNK, NORM_COLS = 2, 16, 512, 16384  # as in csrc/int4_ring.cu
 SHARED_BYTES = 226 * 1024  # of the 227 KB that a block of sm_90 may have; the kernel's barriers need some of the last
 _TOKENS = (1, 4, 8)  # what the kernel is compiled for
 _SOURCE, _PARAMS = Path("int4_ring.cu"), "p" * 9 + "iiuiff"

@@ -77,8 +77,6 @@ class Program:
         shared_bytes: int = 0,
         pdl: bool = False,
         outputs: Sequence[int | str] = (),
-        cooperative: bool = False,
-        buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         """Run a kernel over `grid` blocks of `block` threads; on CUDA this returns before it has run.
 
@@ -89,22 +87,17 @@ class Program:
                 calls `wait_for_predecessor` before it touches what that one writes or reads.
             outputs: parameters, by name or place, that the kernel writes and whose old contents mean nothing: an
                 observed launch fills them with NaN and reports what stays unwritten.
-            cooperative: the blocks wait for each other, so all must be resident at once. A GPU holds one block for each
-                multiprocessor at least; the SIMT machine must be told.
-            buffers: tensors that the kernel reaches through a pointer inside another argument.
 
         Raises:
             KeyError: the program has no such kernel.
             ValueError, TypeError: an empty grid, a block over 1024 threads, too much shared memory, arguments that do
-                not fit, more cooperative blocks than a GPU has multiprocessors; nothing has run.
+                not fit; nothing has run.
             nanoqwen.simt.CompileError: the source does not compile; file, line and the compiler's words.
             RuntimeError: no machine to run it on, or the launch failed.
         """
         if self._state != _sources_state():
             self._forget()
         if device.type == "cuda":
-            if cooperative and grid > sms(device):
-                raise ValueError(f"{name}: {grid} blocks wait for each other; the GPU has {sms(device)} multiprocessors")
             kernel = self._gpu.get((name, device.index)) or self._gpu_kernel(name, _index(device))
             kernel.launch(grid, block, args, shared_bytes, pdl)
             return
@@ -114,8 +107,7 @@ class Program:
         _check_arguments(name, params, args, "cpu")
         self.compile(device)
         typed = [arg if kind == "p" else _C_TYPES[kind](arg) for kind, arg in zip(params, args, strict=True)]
-        how = {"outputs": outputs, "cooperative": cooperative, "buffers": buffers}
-        self._simt[name].launch(grid, block, typed, shared_bytes, **how)
+        self._simt[name].launch(grid, block, typed, shared_bytes, outputs=outputs)
 
     def compile(self, device: torch.device) -> None:
         """Compile for `device` now, if it has not been done since the sources last changed.
