@@ -24,9 +24,13 @@ from nanoqwen.records import Record
 from nanoqwen.timing import percentiles, synchronize
 
 SOURCES = (
-    *records.with_headers("embed.cu", "int4_ring.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"),
+    *records.with_headers(
+        *("embed.cu", "int4_ring.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"),  # of a step
+        *("int4_dequantize.cu", "swiglu.cu"),  # of a prompt
+    ),
     "csrc/read_probe.cu",
     *(f"nanoqwen/kernels/{name}.py" for name in ("launch", "arguments", "int4", "int4_ring", "attention", "step")),
+    *(f"nanoqwen/kernels/{name}.py" for name in ("dequantize", "activations")),
     *(f"nanoqwen/{name}.py" for name in ("engine", "engine_weights", "graphs", "paged_kv", "ledger")),
     "nanoqwen/bench_engine.py",
     "nanoqwen/timing.py",

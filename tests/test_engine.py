@@ -8,7 +8,7 @@ import torch
 from toys import random_weights
 
 from nanoqwen import engine as engine_module
-from nanoqwen import generation, models, packfile, quantize, simt
+from nanoqwen import generation, kernels, models, packfile, quantize, simt
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
 from nanoqwen.engine import Engine, PoolExhausted, check_memory
@@ -339,6 +339,26 @@ def test_too_little_memory_is_told_before_any_is_taken(monkeypatch):
     monkeypatch.setattr(engine_module, "free_memory", lambda device: int(1e9))
     with pytest.raises(MemoryError, match="not even a few tokens would fit: take a smaller model"):
         Engine.random(config, "cpu", max_tokens=16)
+
+
+def test_a_long_context_leaves_memory_for_a_prompt_s_attention(monkeypatch):
+    """Its keys and values, repeated for each query head, outgrow the MLP's activations."""
+    config, gpu = SHAPES["qwen2.5-coder-7b"], torch.device("cuda:0")
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 0)
+    passing = {}
+    for tokens in (1024, 4096, 32768, 65536):
+        with pytest.raises(MemoryError, match=rf"pages for {tokens:,} tokens .*a prompt's passing ([\d.]+)\)") as told:
+            check_memory(config, gpu, tokens // 16, {})
+        passing[tokens] = float(re.search(r"passing ([\d.]+)\)", str(told.value))[1])
+    repeated = 32768 * 2 * 2 * config.num_attention_heads * config.head_dim
+    assert passing[1024] == passing[4096] and passing[65536] == passing[32768] > passing[4096] + 0.5 * repeated / 1e9
+
+
+def test_a_prompt_s_swiglu_is_the_kernel_s():
+    gate_up = (torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * 4).half()
+    made = engine_module._swiglu(gate_up.float())
+    torch.testing.assert_close(kernels.swiglu(gate_up, 1 / engine_module.SHRINK).float(), made, rtol=1e-3, atol=1e-7)
+    assert made.abs().max() > 0.3
 
 
 def test_a_gpu_without_bulk_copies_is_told_what_to_use(monkeypatch):
