@@ -1,7 +1,10 @@
 """The decode step made of our kernels, on the SIMT machine: the tokens of the same INT4 model in PyTorch."""
 
 import re
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from nanoqwen.engine import Engine, PoolExhausted, check_memory
 from nanoqwen.engine_weights import Weights, check_shapes, weight_bytes
 from nanoqwen.fetch import find_model
 from nanoqwen.generation import Sampler
-from nanoqwen.graphs import MODES, Mode, NothingNew
+from nanoqwen.graphs import MODES, Mode, NothingNew, capture
 from nanoqwen.ledger import ledger
 from nanoqwen.reference import build
 
@@ -445,6 +448,34 @@ def test_what_may_not_stand_in_a_capture_is_named(inference):
         with pytest.raises(RuntimeError, match=r"waits for the device: .* \(test_engine.py, line \d+: int\(a\[0\]\)"):
             int(a[0])
     assert int(a[0]) == 6
+
+
+def test_an_empty_graph_is_no_warning_and_any_other_stays(monkeypatch):
+    """Torch's words where a body fails before it has launched anything; here without a GPU."""
+    empty = "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device"
+
+    @contextmanager
+    def captured(graph):
+        try:
+            yield
+        finally:
+            warnings.warn(empty, UserWarning, stacklevel=1)
+            warnings.warn("Another graph is full", UserWarning, stacklevel=1)
+
+    for name, fake in {
+        "device": lambda _: nullcontext(),
+        "CUDAGraph": SimpleNamespace,
+        "current_stream": lambda: None,
+        "set_stream": lambda stream: None,
+        "graph": captured,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        assert capture(list, torch.device("cuda:0")).body is list
+        with pytest.raises(RuntimeError, match=r"the step cannot be captured: empty.* allocates a tensor"):
+            capture(lambda: torch.empty(3), torch.device("cuda:0"))
+        warnings.warn(empty, UserWarning, stacklevel=1)
+    assert [str(each.message) for each in seen] == ["Another graph is full"] * 3 + [empty]
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=1.0, top_k=5, top_p=0.5, suppress=(1, 2))])
