@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--against",
         type=_names,
         metavar="NAME,…",
-        help="e2e: all, or some of torch-bf16-eager, torch-bf16-graph, torch-int4, transformers, llama.cpp",
+        help="e2e: all, or some of torch-bf16-eager, torch-bf16-graph, torch-bf16, torch-int4, transformers, llama.cpp",
     )
     bench.add_argument("--steps", type=int, metavar="N", help="e2e: timed steps of a run; on a GPU 128")
     bench.add_argument("--rounds", type=int, metavar="N", help="e2e: runs of each; on a GPU 3")
