@@ -1,6 +1,6 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
-from nanoqwen.kernels.activations import half_x, widen_y
+from nanoqwen.kernels.activations import half_x, swiglu, widen_y
 from nanoqwen.kernels.attention import (
     attention_online,
     attention_workspace,
@@ -66,6 +66,7 @@ __all__ = [
     "rope_append",
     "rope_attention",
     "sample",
+    "swiglu",
     "token_workspace",
     "widen_y",
 ]
