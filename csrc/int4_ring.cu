@@ -19,7 +19,7 @@
 // the block belongs to warp c % RING_WARPS, and each warp has a ring of its own that its lane 0 fills: nobody waits for
 // another warp but at the end.
 //
-//     warp 0   | stage 0: chunk  0 | stage 1: chunk 16 |        chunk 32 comes into stage 0 when chunk 0 is used up
+//     warp 0   | stage 0: chunk  0 | stage 1: chunk 16 |        chunk 32 comes into stage 0 when chunk 0 has been read
 //     warp 1   | stage 0: chunk  1 | stage 1: chunk 17 |
 //      ...
 //

@@ -56,10 +56,10 @@ PLAN = {
     "qwen2.5-coder-7b": (
         True,
         DEPTHS,
-        dict.fromkeys(("torch-bf16-eager", "torch-bf16-graph"), (128,)) | dict.fromkeys(BEST, (128, 4096)),
+        dict.fromkeys(("torch-bf16-eager", "torch-bf16-graph", "torch-bf16"), (128,)) | {"torch-int4": (128, 4096)},
     ),
     "qwen2.5-coder-1.5b": (True, (128,), dict.fromkeys(BEST, (128,))),
-    MODEL: (False, (128,), dict.fromkeys((*BEST, "transformers"), (128,))),
+    MODEL: (False, (128,), dict.fromkeys((*BEST, "transformers", "llama.cpp"), (128,))),
 }
 """Of the record, by model: whether its weights are random, our depths, and the peers with theirs. A model whose weights
 are not random is left out where it has not been fetched. Each depth of a compiled peer is a compilation, so there are
