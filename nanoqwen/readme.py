@@ -343,7 +343,9 @@ time. Of a row that four warps share (float32, 896 x 896) that makes 4 stores + 
 4 + 16 = 20 here; of one that two share (bfloat16), 2 + 1 and 2 + 3.
 
 In `paged_attention_mma` every warp needs the maxima of its block's eight warps twice, those of two heads a lane. The
-GPU's compiler keeps them; the observed build reads them again, in 8 x 8 x 2 = 128 wavefronts a block.
+GPU's compiler keeps them; the observed build reads them again, in 8 x 8 x 2 = 128 wavefronts a block. (Of two launches
+the GPU counted 9 and 26 wavefronts more than that leaves. No such number divides among the blocks, so they are not of
+the kernel's doing; an earlier recording of the same accesses had none.)
 """
 
 

@@ -99,7 +99,9 @@ def int4_gemm_ring(
         form, (x, groups) = "SPLIT_X", _split_x(x, group, pdl)
         room += tokens * (2 * cols) + -(-tokens * (cols // group) // 2) * 16
         if room < per_tile * unit // 16:
-            raise ValueError(f"x has {cols} columns; the sums of {tokens} tokens over its chunks leave no shared memory")
+            raise ValueError(
+                f"x has {cols} columns; the sums of {tokens} tokens over its chunks leave no shared memory"
+            )
     slots = min(tiles, room // per_tile // (unit // 16) * (unit // 16))
     program, name = _program(group, compiled, form, swiglu, zeros is not None)
     args = (words, scales, zeros, x, norm, groups, bias, residual, out)
