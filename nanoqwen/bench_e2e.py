@@ -330,7 +330,6 @@ def record_scoreboard(folder: Path = FOLDER) -> Record:
     device = hardware.default_device()
     probe = hardware.read_ceiling(device)
     print(f"{hardware.machine(device)}\n{probe}", flush=True)
-    results = scoreboard(device, probe)
     protocol = (
         "pp512/tg128, batch 1, greedy, sampling included, one process, all contenders of a model loaded together, in "
         f"turn. ttft: from the call to the first token on the host, a random prompt of {PROMPT} tokens, {FIRSTS} "
@@ -345,19 +344,29 @@ def record_scoreboard(folder: Path = FOLDER) -> Record:
         "state: right after its last run. A peer whose last logits are not those of a prompt of the same tokens is "
         "left out. Clocks left alone."
     )
-    record = records.make("scoreboard", results, protocol, SOURCES, device)
-    path = records.save(record, folder)
-    print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
-    return record
+
+    def save(results: dict) -> Record:
+        record = records.make("scoreboard", results, protocol, SOURCES, device)
+        path = records.save(record, folder)
+        print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
+        return record
+
+    return save(scoreboard(device, probe, keep=save))
 
 
 def scoreboard(
     device: torch.device,
     probe: Probe,
     plan: Mapping[str, tuple[bool, Sequence[int], Mapping[str, Sequence[int]]]] | None = None,
+    keep: Callable[[dict], object] | None = None,
     **how,
 ) -> dict:
-    """The results of the record. `plan`: name of each model → random, depths, and the peers with their depths."""
+    """The results of the record.
+
+    Args:
+        plan: name of each model → random, depths, and the peers with their depths.
+        keep: called with the results so far after each model: a run takes minutes, and may be cut short.
+    """
     plan = PLAN if plan is None else plan
     results: dict = {"ceilings": {"read_probe": probe.to_dict()}, "versions": versions(), "peers": PEERS, "models": {}}
     results["left_out"], results["completion"] = {}, None
@@ -375,6 +384,8 @@ def scoreboard(
                 results["completion"] = completion(entry)
             print(scoreboard_table({name: results["models"][name]}, prompt), flush=True)
             del entry
+        if keep:
+            keep(results)
         torch.compiler.reset()  # what was compiled for this model's peers holds memory
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -267,7 +267,9 @@ def test_the_scoreboard_holds_every_model_and_a_completion(small_shape, folder, 
         "qwen2.5-coder-1.5b": (False, (24,), {}),
     }
     monkeypatch.setenv("NANOQWEN_CACHE", str(tmp_path / "cache"))
-    results = scoreboard(CPU, PROBE, plan, **QUICK)
+    kept = []
+    results = scoreboard(CPU, PROBE, plan, lambda so_far: kept.append(list(so_far["models"])), **QUICK)
+    assert kept == [["small"], ["small", str(folder)]], "what is done is kept before the next model"
     real = results["models"][str(folder)]
     assert real["weights"] == "real" and set(real["contenders"]) == {OURS, "transformers"}
     assert "has none" in real["left_out"]["llama.cpp"] or "not installed" in real["left_out"]["llama.cpp"]
