@@ -9,7 +9,6 @@ the same kernels run on the SIMT machine.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -180,8 +179,7 @@ class Engine:
         try:
             self._reserve(sequence, len(ids))
             for part in torch.tensor(ids, device=self.device).split(CHUNK):
-                with _fp32_sums():
-                    h = self._dense(sequence, part)  # (tokens, hidden)
+                h = self._dense(sequence, part)  # (tokens, hidden)
                 self.kv.advance(sequence, len(part))
             self.h.copy_(h[-1])
             self.length.fill_(len(ids) - 1)
@@ -508,21 +506,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return out[0].transpose(0, 1)
-
-
-@contextmanager
-def _fp32_sums():
-    """Products of fp16 whose parts are added up in fp32; by default PyTorch lets a library add up parts in fp16.
-
-    The first token of a prompt has activations of thousands, where fp16 counts in ones.
-    """
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_fp16_reduced_precision_reduction
-    settings.allow_fp16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        settings.allow_fp16_reduced_precision_reduction = before
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

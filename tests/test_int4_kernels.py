@@ -564,6 +564,13 @@ def test_the_launch_of_tensor_cores_is_checked(no_launch):
         kernels.int4_gemm_ring(**(right | {"x": right["x"].float()[None]}), norm=norm)
     with pytest.raises(TypeError, match="norm is float32; it must be float16"):
         kernels.int4_gemm_ring(**(right | {"x": right["x"].float()}), norm=norm.float())
+    for cols, x, how, words in (
+        (16512, torch.ones(16512), {"norm": torch.ones(16512).half()}, "a norm takes at most 16384"),
+        (98304, torch.ones(8, 98304).half(), {}, "sums of 8 tokens for each 512 do not fit: take fewer"),
+    ):
+        words_of = torch.zeros(16, cols // 8, dtype=torch.int32)
+        with pytest.raises(ValueError, match=f"x has {cols} columns; {words}"):
+            kernels.int4_gemm_ring(words_of, torch.ones(1, cols // 128, 16).half(), x, **how)
 
 
 def test_quantize_x_refuses_what_it_cannot_take(no_launch):

@@ -96,12 +96,12 @@ def int4_gemm_ring(
     groups = None
     form = "HALF_X" if norm is None else "NORM_X"
     if room < per_tile * unit // 16:  # x does not fit: split it first, and read it from global memory
-        form, (x, groups) = "SPLIT_X", _split_x(x, group, pdl)
         room += tokens * (2 * cols) + -(-tokens * (cols // group) // 2) * 16
         if room < per_tile * unit // 16:
             raise ValueError(
-                f"x has {cols} columns; the sums of {tokens} tokens over its chunks leave no shared memory"
+                f"x has {cols} columns; sums of {tokens} tokens for each {RING_CHUNK} do not fit: take fewer"
             )
+        form, (x, groups) = "SPLIT_X", _split_x(x, group, pdl)
     slots = min(tiles, room // per_tile // (unit // 16) * (unit // 16))
     program, name = _program(group, compiled, form, swiglu, zeros is not None)
     args = (words, scales, zeros, x, norm, groups, bias, residual, out)
