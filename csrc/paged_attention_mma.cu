@@ -113,23 +113,26 @@ __device__ __forceinline__ void add_warps(Board<TILES>& board, const float (&o)[
     for (int i = 0; i < 4; ++i) answer[i] *= scale[i % 2];
 }
 
-// The answers of the splits become one, in the order of the splits: the same bits whoever arrives last.
+// The answers of the splits become one, in the order of the splits: the same bits whoever arrives last. Where the warps
+// are more than the tiles, several share a tile's splits.
 template <typename T, int TILES>
-__device__ __forceinline__ void add_splits(float* weights, const uint2* partial, const float* lse, int splits,
+__device__ __forceinline__ void add_splits(Board<TILES>& board, const uint2* partial, const float* lse, int splits,
                                            float (&answer)[4]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
-    constexpr int AHEAD = 32;  // answers on their way: nothing else hides their latency now
+    constexpr int SHARES = WARPS / TILES;
+    constexpr int AHEAD = 34;  // answers on their way: nothing else hides their latency now
+    const int lane = threadIdx.x % 32, t = lane % 4, tile = threadIdx.x / 32 % TILES, share = threadIdx.x / 32 / TILES;
+    float* weights = reinterpret_cast<float*>(board.tiles);
     uint2 piece[AHEAD];
     const auto ask = [&](int first) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            if (first + i < splits) piece[i] = partial[((first + i) * TILES + warp) * 32 + lane];
+            const int split = first + i * SHARES;
+            if (split < splits) piece[i] = partial[(split * TILES + tile) * 32 + lane];
         }
     };
-    if (warp < TILES) ask(0);
+    ask(share);
     for (int i = threadIdx.x; i < splits * HEADS; i += 32 * WARPS) weights[i] = lse[i];
     __syncthreads();
-    if (warp >= TILES) return;
     float top[2] = {minus_infinity(), minus_infinity()}, whole[2] = {};
 #pragma unroll 8
     for (int other = 0; other < splits; ++other) {
@@ -139,12 +142,13 @@ __device__ __forceinline__ void add_splits(float* weights, const uint2* partial,
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) answer[i] = 0.0f;
-    for (int first = 0; first < splits; first += AHEAD) {
-        if (first > 0) ask(first);
+    for (int first = share; first < splits; first += AHEAD * SHARES) {
+        if (first > share) ask(first);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            if (first + i >= splits) break;
-            const float2 both = *reinterpret_cast<const float2*>(weights + (first + i) * HEADS + 2 * t);
+            const int split = first + i * SHARES;
+            if (split >= splits) break;
+            const float2 both = *reinterpret_cast<const float2*>(weights + split * HEADS + 2 * t);
             const float w0 = exp2f(both.x - top[0]), w1 = exp2f(both.y - top[1]);
             const float2 low = word_to_float2<T>(piece[i].x), high = word_to_float2<T>(piece[i].y);
             whole[0] += w0;
@@ -154,6 +158,19 @@ __device__ __forceinline__ void add_splits(float* weights, const uint2* partial,
             answer[2] = fmaf(w0, high.x, answer[2]);
             answer[3] = fmaf(w1, high.y, answer[3]);
         }
+    }
+    if constexpr (SHARES > 1) {
+        static_assert(SHARES <= 2, "one other warp has a share of the tile");
+        __syncthreads();  // all have read the weights, which lie where these go
+        if (share > 0) {
+            board.tiles[0][tile][lane] = make_float4(answer[0], answer[1], answer[2], answer[3]);
+            board.tiles[1][tile][lane] = make_float4(whole[0], whole[1], 0.0f, 0.0f);
+        }
+        __syncthreads();
+        if (share > 0) return;
+        const float4 other = board.tiles[0][tile][lane], others = board.tiles[1][tile][lane];
+        answer[0] += other.x, answer[1] += other.y, answer[2] += other.z, answer[3] += other.w;
+        whole[0] += others.x, whole[1] += others.y;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) answer[i] /= whole[i % 2];
@@ -183,10 +200,10 @@ __global__ void __launch_bounds__(32 * WARPS, ROPE ? 1 : 2)
     const int g = lane / 4, t = lane % 4;
     const int split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, stride = gridDim.x * WARPS;
     // Ordered loads: others the compiler moves behind the branch that waits for the length.
-    const auto number_of = [&](int page) {
+    const auto first_number = [&](int page) {
         return static_cast<int>(ld_relaxed(reinterpret_cast<const unsigned*>(table) + min(page, max_pages - 1)));
     };
-    int page = split * WARPS + warp, number = number_of(page), next_number = number_of(page + stride);
+    int page = split * WARPS + warp, number = first_number(page), next_number = first_number(page + stride);
     const int tokens = cached_tokens(length, appended, max_pages);
     const int page_count = ceil_div(tokens, PAGE_SIZE);
     // Nobody waits for splits that have no page.
@@ -238,7 +255,7 @@ __global__ void __launch_bounds__(32 * WARPS, ROPE ? 1 : 2)
             c = reinterpret_cast<const float2*>(cos + static_cast<size_t>(position) * HEAD_DIM)[i];
             s = reinterpret_cast<const float2*>(sin + static_cast<size_t>(position) * HEAD_DIM)[i];
             if (split == position / PAGE_SIZE / WARPS % live_splits) {
-                home = kv_page<HEAD_DIM>(pages, number_of(position / PAGE_SIZE), kv_head, kv_heads) +
+                home = kv_page<HEAD_DIM>(pages, table[position / PAGE_SIZE], kv_head, kv_heads) +
                        position % PAGE_SIZE * HEAD_DIM;
             }
         }
@@ -321,7 +338,7 @@ __global__ void __launch_bounds__(32 * WARPS, ROPE ? 1 : 2)
         page += stride;
         number = next_number;
         if (page < page_count) ask_keys();
-        next_number = number_of(page + stride);
+        next_number = table[min(page + stride, max_pages - 1)];
 
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[i] = token + i / 2 * 8 < tokens ? s[i] * scale_log2 : minus_infinity();
@@ -374,7 +391,7 @@ __global__ void __launch_bounds__(32 * WARPS, ROPE ? 1 : 2)
         }
         __syncthreads();
         if (!board.is_last) return;
-        add_splits<T, TILES>(reinterpret_cast<float*>(board.tiles), answers, lses, live_splits, answer);
+        add_splits<T>(board, answers, lses, live_splits, answer);
     }
     if (warp >= TILES) return;
     if (ROPE && tokens < 1) answer[0] = answer[1] = answer[2] = answer[3] = __uint_as_float(0x7fffffffu);  // no position

@@ -43,6 +43,7 @@ OURS = "nanoqwen"
 PEERS = {
     "torch-bf16-eager": "PyTorch, bf16, joined matrices, static cache, launched one by one",
     "torch-bf16-graph": "the same as a CUDA graph",
+    "torch-bf16": "the same with torch.compile and a CUDA graph",
     "torch-int4": "the same with aten._weight_int4pack_mm, groups of 128, torch.compile and a CUDA graph",
     "transformers": "transformers' generate, bf16, as it comes",
     "llama.cpp": "llama-cpp-python on the GGUF file",
@@ -50,6 +51,19 @@ PEERS = {
 DEPTHS = (128, 1024, 4096, 16384)
 STEPS, ROUNDS, FIRSTS = 128, 3, 5
 MODEL, TEXT, TEXT_TOKENS = "qwen2.5-coder-0.5b", "def quicksort(a):", 64
+BEST = ("torch-bf16", "torch-int4")  # what PyTorch can do
+PLAN = {
+    "qwen2.5-coder-7b": (
+        True,
+        DEPTHS,
+        dict.fromkeys(("torch-bf16-eager", "torch-bf16-graph", "torch-bf16"), (128,)) | {"torch-int4": (128, 4096)},
+    ),
+    "qwen2.5-coder-1.5b": (True, (128,), dict.fromkeys(BEST, (128,))),
+    MODEL: (False, (128,), dict.fromkeys((*BEST, "transformers", "llama.cpp"), (128,))),
+}
+"""Of the record, by model: whether its weights are random, our depths, and the peers with theirs. A model whose weights
+are not random is left out where it has not been fetched. Each depth of a compiled peer is a compilation, so there are
+few."""
 
 
 class Ours:
@@ -122,7 +136,7 @@ class Entry:
         if name == "torch-int4":
             return TorchPeer(self._decoder(int4=True), graph=True, compiled=True)
         self._bf16 = self._bf16 or self._decoder()
-        return TorchPeer(self._bf16, graph=name == "torch-bf16-graph")
+        return TorchPeer(self._bf16, graph=name != "torch-bf16-eager", compiled=name == "torch-bf16")
 
     def _decoder(self, int4: bool = False) -> TorchDecoder:
         if self.random:
@@ -306,7 +320,7 @@ def bench_e2e(
 
 
 def record_scoreboard(folder: Path = FOLDER) -> Record:
-    """Measure and save the record `scoreboard`: our engine and its peers, 7B random, 0.5B real, 1.5B alone.
+    """Measure and save the record `scoreboard`: our engine and its peers, as `PLAN` says.
 
     Raises:
         RuntimeError: no CUDA GPU, or our engine's logits are wrong. CeilingError: a figure above the ceiling.
@@ -316,7 +330,6 @@ def record_scoreboard(folder: Path = FOLDER) -> Record:
     device = hardware.default_device()
     probe = hardware.read_ceiling(device)
     print(f"{hardware.machine(device)}\n{probe}", flush=True)
-    results = scoreboard(device, probe)
     protocol = (
         "pp512/tg128, batch 1, greedy, sampling included, one process, all contenders of a model loaded together, in "
         f"turn. ttft: from the call to the first token on the host, a random prompt of {PROMPT} tokens, {FIRSTS} "
@@ -325,31 +338,36 @@ def record_scoreboard(folder: Path = FOLDER) -> Record:
         "tokens between: 16 for ours and for CUDA graphs, else one. over_ours: the peer's median over ours, round by "
         "round: above 1, ours is faster. nanoqwen: INT4 in groups of 128, fp16 scales, 16-bit head, fp16 KV pages. "
         f"torch: {PEERS['torch-bf16-eager']} (its length rounded up to {SPLIT}), attention as one product for each KV "
-        "head; torch-int4: matrices rounded to nearest, 16-bit head, the step's layer compiled, prompts eager. "
-        "transformers: generate with its streamer. llama.cpp: the model's own GGUF file. Bytes: the ledger's, of "
-        "llama.cpp the file's blocks. peak_memory_bytes: what PyTorch allocated for this contender. state: right after "
-        "its last run. A peer whose last logits are not those of a prompt of the same tokens is left out. Clocks left "
-        "alone."
+        "head; torch-bf16 and torch-int4: the step's layer compiled, prompts eager; torch-int4: matrices rounded to "
+        "nearest, 16-bit head. transformers: generate with its streamer. llama.cpp: the model's own GGUF file. Bytes: "
+        "the ledger's, of llama.cpp the file's blocks. peak_memory_bytes: what PyTorch allocated for this contender. "
+        "state: right after its last run. A peer whose last logits are not those of a prompt of the same tokens is "
+        "left out. Clocks left alone."
     )
-    record = records.make("scoreboard", results, protocol, SOURCES, device)
-    path = records.save(record, folder)
-    print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
-    return record
+
+    def save(results: dict) -> Record:
+        record = records.make("scoreboard", results, protocol, SOURCES, device)
+        path = records.save(record, folder)
+        print(f"saved data/records/{path.parent.name}/{path.name}", flush=True)
+        return record
+
+    return save(scoreboard(device, probe, keep=save))
 
 
 def scoreboard(
     device: torch.device,
     probe: Probe,
     plan: Mapping[str, tuple[bool, Sequence[int], Mapping[str, Sequence[int]]]] | None = None,
+    keep: Callable[[dict], object] | None = None,
     **how,
 ) -> dict:
-    """The results of the record. `plan`: name of each model → random, depths, and the peers with their depths."""
-    if plan is None:
-        here = dict.fromkeys(PEERS, (128,))
-        plan = {
-            "qwen2.5-coder-7b": (True, DEPTHS, dict.fromkeys(("torch-bf16-graph", "torch-int4"), (128, 4096))),
-            MODEL: (False, (128,), here),
-        }
+    """The results of the record.
+
+    Args:
+        plan: name of each model → random, depths, and the peers with their depths.
+        keep: called with the results so far after each model: a run takes minutes, and may be cut short.
+    """
+    plan = PLAN if plan is None else plan
     results: dict = {"ceilings": {"read_probe": probe.to_dict()}, "versions": versions(), "peers": PEERS, "models": {}}
     results["left_out"], results["completion"] = {}, None
     steps, prompt = how.get("steps", STEPS), how.get("prompt", PROMPT)
@@ -366,6 +384,9 @@ def scoreboard(
                 results["completion"] = completion(entry)
             print(scoreboard_table({name: results["models"][name]}, prompt), flush=True)
             del entry
+        if keep:
+            keep(results)
+        torch.compiler.reset()  # what was compiled for this model's peers holds memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return results

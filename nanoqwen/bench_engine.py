@@ -1,5 +1,6 @@
 """The record `engine`: the decode step made of our kernels, launch mode by launch mode, and where its time goes."""
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,9 +25,13 @@ from nanoqwen.records import Record
 from nanoqwen.timing import percentiles, synchronize
 
 SOURCES = (
-    *records.with_headers("embed.cu", "int4_ring.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"),
+    *records.with_headers(
+        *("embed.cu", "int4_ring.cu", "paged_attention_mma.cu", "lm_head.cu", "choose_token.cu"),  # of a step
+        *("int4_dequantize.cu", "swiglu.cu"),  # of a prompt
+    ),
     "csrc/read_probe.cu",
     *(f"nanoqwen/kernels/{name}.py" for name in ("launch", "arguments", "int4", "int4_ring", "attention", "step")),
+    *(f"nanoqwen/kernels/{name}.py" for name in ("dequantize", "activations")),
     *(f"nanoqwen/{name}.py" for name in ("engine", "engine_weights", "graphs", "paged_kv", "ledger")),
     "nanoqwen/bench_engine.py",
     "nanoqwen/timing.py",
@@ -47,7 +52,8 @@ RUNGS = {
 }
 """What each adds to the one before: the mode of `graphs.MODES`, and whether launches overlap."""
 STEPS, ROUNDS, WARM = 192, 2, CHAIN  # timed steps of a run; runs of each rung, in turn; steps before them
-SEEN = 40  # steps whose launches the profiler sees; the first eight are thrown away
+SEEN, SETTLING = 40, 8  # steps from the depth on that the profiler sees; the first of them are thrown away
+UNSEEN = 6  # runs of the same steps between events, without the profiler
 PROMPT, PROMPTS = 512, 10  # for the time to the first token
 TOLERANCE = 2e-2  # of the logits after the timed steps, beside a prompt of the same tokens through PyTorch's products
 
@@ -79,12 +85,13 @@ def record_engine(folder: Path = FOLDER) -> Record:
         "sample is the host's time from one look at the tokens to the next, over the tokens between: one in eager, two "
         f"graphs, one graph and fed back, {CHAIN} in the others. All rungs must make the same tokens, and the last "
         "logits must be those of a prompt of the same tokens through PyTorch's products. on_device: CUDA events after "
-        "consecutive replays of one graph a step, with pdl. regions: by the profiler's clock (CUPTI) in consecutive "
-        f"replays of that graph, {SEEN} steps, the first eight thrown away; a launch's time goes from the end of the "
-        "one before it, or from its own start if that is later, to its own end, and a region's is the sum over a step. "
-        "gap: the time of a step in which no launch runs. one_by_one: regions and gap without pdl. ttft: from the call "
-        f"to the first token on the host, a prompt of {PROMPT} tokens through dequantised matrices. Bytes: the "
-        "ledger's. Clocks left alone."
+        f"consecutive replays of one graph a step, with pdl, {SEEN} steps from the depth on, the first {SETTLING} "
+        f"thrown away; {UNSEEN} runs. regions: by the profiler's clock (CUPTI) in a run of the same steps by itself; a "
+        "launch's time goes from the end of the one before it, or from its own start if that is later, to its own end, "
+        "and a region's is the sum over a step. gap: the time of a step in which no launch runs. explained: medians of "
+        "regions and gap, added up, over that of on_device. one_by_one: regions and gap without pdl. ttft: from the "
+        f"call to the first token on the host, a prompt of {PROMPT} tokens through dequantised matrices. Bytes: the "
+        "ledger's, at the depth. Clocks left alone."
     )
     record = records.make("engine", results, protocol, SOURCES, device)
     path = records.save(record, folder)
@@ -100,8 +107,13 @@ def measure(
     steps: int = STEPS,
     rounds: int = ROUNDS,
     prompt: int = PROMPT,
+    seen: int = SEEN,
 ) -> dict:
-    """The record's results for one engine. On a CPU eager rungs run too, for the tests; such times mean nothing."""
+    """The record's results for one engine. On a CPU eager rungs run too, for the tests; such times mean nothing.
+
+    Args:
+        steps: of a run, around each depth. seen: steps that are taken apart, from the depth on.
+    """
     spec = hardware.machine(engine.device).spec
     results: dict = {"weights": "random", "group": engine.weights.group, "layers": engine.config.num_hidden_layers}
     results["ttft"] = percentiles(first_tokens(engine, random_prompt(engine, prompt))).to_dict()
@@ -127,14 +139,17 @@ def measure(
         engine.pdl = True
         if engine.device.type == "cuda":
             engine.use("in flight")
-            entry["on_device"] = figures(replays(engine, ids, steps), nbytes, probe, spec)
-        entry |= timeline(engine, ids)
-        if "on_device" in entry:
-            explained = entry["gap"]["p50"] + sum(region["seconds"]["p50"] for region in entry["regions"].values())
-            entry["explained"] = explained / entry["on_device"]["seconds"]["p50"]
-            engine.pdl = False
-            entry["one_by_one"] = timeline(engine, ids)
-            engine.pdl = True
+        # What explains a step's time and that time itself are of the same positions: attention has more splits, and
+        # adds them up, from some position on.
+        ids = random_prompt(engine, depth - WARM)
+        unseen = [each for _ in range(UNSEEN) for each in replays(engine, ids, seen)[_settling(seen) :]]
+        entry["on_device"] = figures(unseen, nbytes, probe, spec)
+        entry |= timeline(engine, ids, seen)
+        explained = entry["gap"]["p50"] + sum(region["seconds"]["p50"] for region in entry["regions"].values())
+        entry["explained"] = explained / entry["on_device"]["seconds"]["p50"]
+        engine.pdl = False
+        entry["one_by_one"] = timeline(engine, ids, seen)
+        engine.pdl = True
         results["depths"][str(depth)] = entry
     return results
 
@@ -170,9 +185,18 @@ def check(engine: Engine, ids: Sequence[int], logits: Tensor) -> None:
 
 
 def replays(engine: Engine, ids: Sequence[int], steps: int) -> list[float]:
-    """Seconds of each step, between CUDA events after consecutive replays; the host is far ahead."""
+    """Seconds of each step after `ids` and `WARM` more, between CUDA events after consecutive replays.
+
+    The host is far ahead. On a CPU, for the tests, it is the host's time.
+    """
 
     def timed(launch: Callable[[int, int], None], position: int) -> list[float]:
+        if engine.device.type != "cuda":
+            times = [time.perf_counter()]
+            for i in range(steps):
+                launch(1, position + i)
+                times.append(time.perf_counter())
+            return [b - a for a, b in pairwise(times)]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for i, mark in enumerate(marks[1:]):
@@ -185,7 +209,7 @@ def replays(engine: Engine, ids: Sequence[int], steps: int) -> list[float]:
 
 
 def timeline(engine: Engine, ids: Sequence[int], steps: int = SEEN) -> dict:
-    """Where the time of a step goes, by the clock of its own launches.
+    """Where the time of a step goes, by the clock of its own launches: `steps` of them after `ids` and `WARM` more.
 
     Returns:
         Of each kind of launch the seconds in which nothing before it ran any more, and the launches of a step; the
@@ -199,7 +223,7 @@ def timeline(engine: Engine, ids: Sequence[int], steps: int = SEEN) -> dict:
     spans = _shown(engine, ids, steps, partial(_spans, engine, steps))
     if len(spans) != steps * len(names):
         raise RuntimeError(f"the profiler saw {len(spans)} launches of {steps} steps of {len(names)}")
-    spans = spans[min(8, steps // 2) * len(names) :]
+    spans = spans[_settling(steps) * len(names) :]
     by_region: dict[str, list[float]] = {name: [] for name in names}
     gaps, ended, lines = [], spans[len(names) - 1][1], []
     for first in range(len(names), len(spans), len(names)):
@@ -233,7 +257,9 @@ def _spans(engine: Engine, steps: int, launch: Callable[[int, int], None], posit
                 each()
                 spans.append((started, time.perf_counter()))
         return spans
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    # Without it torch warns that events of earlier cycles are lost; there is one cycle.
+    keep = {"acc_events": True} if "acc_events" in inspect.signature(profile).parameters else {}
+    with profile(activities=[ProfilerActivity.CUDA], **keep) as seen:
         for i in range(steps):
             launch(1, position + i)
         torch.cuda.synchronize()
@@ -274,7 +300,7 @@ def engine_table(name: str, results: Mapping) -> str:
     lines = [f"{name}, random weights: TTFT {1e3 * results['ttft']['p50']:.1f} ms for {PROMPT} tokens"]
     for depth, entry in results["depths"].items():
         lines.append(f"depth {depth}: {entry['bytes'] / 1e9:.3f} GB a token")
-        for rung, f in (entry["rungs"] | {k: entry[k] for k in ("on_device",) if k in entry}).items():
+        for rung, f in (entry["rungs"] | {"on_device": entry["on_device"]}).items():
             p10, p50, p90, p99 = (1e3 * f["seconds"][p] for p in ("p10", "p50", "p90", "p99"))
             shares = " / ".join(f"{100 * f[k]:.1f}" for k in ("mbu_datasheet", "mbu_probe") if k in f)
             lines.append(
@@ -284,9 +310,13 @@ def engine_table(name: str, results: Mapping) -> str:
         for region, f in entry["regions"].items():
             lines.append(f"  {region:<12} {1e6 * f['seconds']['p50']:>8.1f} µs in {f['launches']} launches")
         lines.append(f"  {'gap':<12} {1e6 * entry['gap']['p50']:>8.1f} µs")
-        if "explained" in entry:
-            lines.append(f"  regions and gap are {100 * entry['explained']:.1f} % of on_device")
+        lines.append(f"  regions and gap are {100 * entry['explained']:.1f} % of on_device")
     return "\n".join(lines)
+
+
+def _settling(steps: int) -> int:
+    """How many of the first steps are thrown away."""
+    return min(SETTLING, steps // 2)
 
 
 def _shown(engine: Engine, ids: Sequence[int], steps: int, use: Callable):

@@ -115,7 +115,10 @@ def climb(engine: Engine, twin: Qwen2, prompts: Sequence[Sequence[int]], count: 
         farthest = max(farthest, below.max().item())
         if (below > 0).any():
             at = int((below > 0).nonzero()[0])
-            partings.append({"prompt": number, "position": at, "margin": below[at].item()})
+            parting = {"prompt": number, "position": at, "margin": below[at].item()}
+            if parting["margin"] > TIE:  # rounding repeats itself, a race does not
+                parting["repeats"] = list(engine.generate(ids, count, stop=())) == tokens
+            partings.append(parting)
     ties = [parting for parting in partings if parting["margin"] <= TIE]
     return {
         "prompts": len(prompts),
@@ -178,5 +181,8 @@ def ladder_words(results: Mapping) -> str:
         f"{results['largest_margin']:.2g} deviations; logits off by {results['logit_error']['largest']:.2g} at most"
     ]
     for parting in (*results["ties"], *results["parted"]):
-        lines.append(f"  prompt {parting['prompt']} at token {parting['position']}: margin {parting['margin']:.2g}")
+        again = {None: "", True: "; the same again", False: "; asked again, another text"}[parting.get("repeats")]
+        lines.append(
+            f"  prompt {parting['prompt']} at token {parting['position']}: margin {parting['margin']:.2g}{again}"
+        )
     return "\n".join(lines)

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--against",
         type=_names,
         metavar="NAME,…",
-        help="e2e: all, or some of torch-bf16-eager, torch-bf16-graph, torch-int4, transformers, llama.cpp",
+        help="e2e: all, or some of torch-bf16-eager, torch-bf16-graph, torch-bf16, torch-int4, transformers, llama.cpp",
     )
     bench.add_argument("--steps", type=int, metavar="N", help="e2e: timed steps of a run; on a GPU 128")
     bench.add_argument("--rounds", type=int, metavar="N", help="e2e: runs of each; on a GPU 3")
@@ -244,8 +244,8 @@ def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
     """TTFT, TPOT and MBU, in words. The first token waits for the whole prompt; each later one is a decode step."""
     from nanoqwen.engine import Engine
     from nanoqwen.hardware import read_ceiling
-    from nanoqwen.ledger import CeilingError, ledger, mbu
-    from nanoqwen.quantize import bytes_saved
+    from nanoqwen.ledger import CeilingError, mbu
+    from nanoqwen.measure import step_bytes
     from nanoqwen.timing import percentiles
 
     if not times:
@@ -258,11 +258,7 @@ def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
     if isinstance(model, Engine):
         nbytes, device = model.ledger(depth).total, model.device
     else:
-        weight = model.model.embed_tokens.weight
-        nbytes, device = (
-            ledger(model.config, weight.dtype, depth).total - bytes_saved(model, weight.dtype),
-            weight.device,
-        )
+        nbytes, device = step_bytes(model, depth), model.model.embed_tokens.weight.device
     words += f" · TPOT {1e3 * tpot:.2f} ms (median of {len(times) - 1}), {1 / tpot:.1f} tokens/s"
     words += f" · {nbytes / 1e6:,.0f} MB a token at {nbytes / tpot / 1e9:.1f} GB/s"
     ceiling = read_ceiling(device).rate

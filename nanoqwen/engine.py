@@ -1,4 +1,4 @@
-"""The decode step made of our kernels: INT4 weights, paged KV, about six launches a layer. Lesson: notebooks 06 and 07.
+"""The decode step made of our kernels: INT4 weights, paged KV, five launches a layer. Lesson: notebooks 06 and 07.
 
     engine, tokenizer = Engine.load("qwen2.5-coder-0.5b", "cuda")
     for token in engine.generate(tokenizer.encode("def quicksort(a):"), 64): ...
@@ -7,6 +7,7 @@ Read it top to bottom: what is laid out, the prompt, the step, how steps are lau
 the same kernels run on the SIMT machine.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -198,25 +199,24 @@ class Engine:
         cos, sin = (part[start : start + len(tokens), None] for part in (self.cos, self.sin))  # (T, 1, D)
 
         def times(x: Tensor, matrix: Matrix) -> Tensor:
-            return F.linear(x.to(dtype), matrix.dequantize(dtype)).float()
+            return F.linear(x.to(dtype), matrix.dequantize(dtype))  # a sum with fp32 widens it, without a copy
 
         def normed(h: Tensor, norm: Tensor) -> Tensor:
-            return F.rms_norm(h, h.shape[1:], eps=config.rms_norm_eps) * norm
+            return F.rms_norm(h, h.shape[1:], norm.float(), config.rms_norm_eps)
 
         h = F.embedding(tokens, self.weights.embedding).float()  # (T, hidden)
         for i, layer in enumerate(self.weights.layers):
             qkv = times(normed(h, layer.norm), layer.qkv) + layer.bias
-            q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)  # (T, heads, D)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            qk, v = qkv.unflatten(1, (-1, config.head_dim)).split((heads + kv_heads, kv_heads), dim=1)  # (T, heads, D)
+            q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
             k, v = k.half(), v.half()  # as the pages hold them
             self.kv.write(sequence, i, k, v)
             if start:
                 earlier = self.kv.read(sequence, i)
                 k, v = torch.cat((earlier[0], k)), torch.cat((earlier[1], v))  # (S, kv_heads, D)
             h = h + times(_attention(q.to(dtype), k.to(dtype), v.to(dtype)).flatten(1), layer.o)
-            gate, up = times(normed(h, layer.mlp_norm), layer.gate_up).unflatten(1, (-1, 2, 16)).unbind(2)
-            act = F.silu(gate) * up / SHRINK  # (T, intermediate / 16, 16)
-            h = h + times(act.flatten(1), layer.down) * SHRINK
+            act = _swiglu(times(normed(h, layer.mlp_norm), layer.gate_up))  # (T, intermediate)
+            h = torch.add(h, times(act, layer.down), alpha=SHRINK)
         return h
 
     # The step
@@ -489,8 +489,11 @@ class Engine:
 _MORE_PAGES = "free a sequence, or make the engine with a larger max_tokens"
 
 
-def _multiply(matrix: Matrix, x: Tensor, out: Tensor, **how) -> None:
-    kernels.int4_gemm_ring(matrix.words, matrix.scales, x, out, **how)
+def _multiply(matrix: Matrix, x: Tensor, out: Tensor, *, blocks: int | None, pdl: bool, **how) -> None:
+    if blocks is None and pdl:
+        rows, words = matrix.words.shape
+        blocks = kernels.overlapping_blocks(rows // 16, 8 * words, sms(x.device))
+    kernels.int4_gemm_ring(matrix.words, matrix.scales, x, out, blocks=blocks, pdl=pdl, **how)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -503,6 +506,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return out[0].transpose(0, 1)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up / SHRINK: (T, 2 intermediate), columns 16 of the gate and 16 of up → (T, intermediate)."""
+    if gate_up.is_cuda:
+        return kernels.swiglu(gate_up, 1 / SHRINK)
+    gate, up = gate_up.unflatten(1, (-1, 2, 16)).unbind(2)  # on the SIMT machine a prompt would take minutes
+    return (F.silu(gate) * up / SHRINK).flatten(1)
 
 
 def check_memory(config: ModelConfig, device: torch.device, pages: int, weights: dict[str, int]) -> None:
@@ -518,13 +529,21 @@ def check_memory(config: ModelConfig, device: torch.device, pages: int, weights:
         return
     per_page = config.num_hidden_layers * 2 * config.kv_size * 2 * PAGE_SIZE
     widest = 2 * config.intermediate_size
-    # The largest matrix in 16 bits, and of a chunk the gate and up in fp16 and fp32, their product and the stream
-    passing = 2 * widest * config.hidden_size + CHUNK * (10 * widest + 24 * config.hidden_size)
-    needs = {**weights, f"pages for {pages * PAGE_SIZE:,} tokens": pages * per_page, "a prompt's passing": passing}
+
+    def needed(pages: int) -> dict[str, int]:
+        # Of a chunk: gate and up in fp16 and what they make; or attention to all tokens, with keys and values in fp16
+        # as they are read, joined and repeated for each query head, and the mask, which PyTorch widens
+        seen = min(config.max_position_embeddings, pages * PAGE_SIZE)
+        attention = seen * (8 * config.kv_size + 4 * config.q_size + 3 * CHUNK)
+        passing = 2 * widest * config.hidden_size + 24 * CHUNK * config.hidden_size  # a matrix in 16 bits, the stream
+        passing += max(3 * CHUNK * widest, attention if seen > CHUNK else 0)
+        return {**weights, f"pages for {pages * PAGE_SIZE:,} tokens": pages * per_page, "a prompt's passing": passing}
+
+    needs = needed(pages)
     if (total := sum(needs.values())) <= free:
         return
     parts = ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in needs.items())
-    fit = (free - total + pages * per_page) // per_page * PAGE_SIZE
+    fit = (bisect_right(range(pages), free, key=lambda fewer: sum(needed(fewer).values())) - 1) * PAGE_SIZE
     way = f"max_tokens={fit} would fit" if fit > 0 else "not even a few tokens would fit: take a smaller model"
     raise MemoryError(
         f"the engine needs {total / 1e9:.2f} GB on {device} ({parts}), and {free / 1e9:.2f} GB are free: {way}"

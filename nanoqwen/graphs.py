@@ -96,7 +96,9 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
         RuntimeError: `body` allocates, or waits for the device, which would be frozen or lost; the message says where.
             The stream is as before, and eager launches go on.
     """
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), warnings.catch_warnings():
+        # A body that fails before its first launch leaves an empty graph; what failed is told below.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty", category=UserWarning)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph), NothingNew():
@@ -104,8 +106,7 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
         except Exception as error:
             torch.cuda.set_stream(stream)  # torch leaves its own current where a capture has been broken
             first = _first(error)
-            # No random numbers until a capture has ended well: an empty one, of which torch warns.
-            with warnings.catch_warnings(action="ignore"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):  # no random numbers until a capture has ended well
                 pass
             raise RuntimeError(f"the step cannot be captured: {first}") from error
     graph.body = body  # and with it the tensors whose addresses the graph has frozen

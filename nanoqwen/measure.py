@@ -15,7 +15,8 @@ import torch
 from nanoqwen import hardware
 from nanoqwen.generation import Sampler, generate, prefill
 from nanoqwen.hardware import Probe
-from nanoqwen.ledger import CeilingError, Ledger, below_ceiling, ledger, mbu
+from nanoqwen.ledger import CeilingError, below_ceiling, ledger, mbu
+from nanoqwen.quantize import bytes_saved
 from nanoqwen.reference import KVCache, Qwen2
 from nanoqwen.timing import Paired, Percentiles, paired, percentiles, synchronize, time_calls
 
@@ -30,6 +31,7 @@ __all__ = [
     "graph_decode",
     "paired",
     "percentiles",
+    "step_bytes",
     "summarise",
     "time_calls",
 ]
@@ -88,7 +90,7 @@ def summarise(
     mean_depth: float | None = None,
     probe: Probe | None = None,
 ) -> DecodeTiming:
-    """Turn what was timed into figures: percentiles, bytes from the ledger, MBU against the ceilings.
+    """Turn what was timed into figures: percentiles, bytes of a step, MBU against the ceilings.
 
     Args:
         tokens: the ids made. ttft: seconds of each first token. gaps: seconds between the tokens.
@@ -98,37 +100,42 @@ def summarise(
     Raises:
         CeilingError: more bytes a second than the datasheet, or than the probe by more than `NOISE`.
     """
-    weight = model.lm_head.weight
-    device = weight.device
+    device = model.model.embed_tokens.weight.device
     if mean_depth is None:
         mean_depth = prompt_tokens + max(0, len(gaps) - 1) / 2
-    moved = ledger(model.config, weight.dtype, depth=round(mean_depth))
+    moved = step_bytes(model, round(mean_depth))
     tpot = percentiles(gaps) if len(gaps) else None
     peak, peak_is = _peak_memory(device)  # before the probe, which takes some gigabytes itself
     shares = _shares(moved, tpot, device, probe)
     first = percentiles(ttft) if len(ttft) else None
-    return DecodeTiming(first, tpot, prompt_tokens, tuple(tokens), mean_depth, moved.total, peak, peak_is, *shares)
+    return DecodeTiming(first, tpot, prompt_tokens, tuple(tokens), mean_depth, moved, peak, peak_is, *shares)
+
+
+def step_bytes(model: Qwen2, depth: int) -> int:
+    """Bytes that a decode step must move, `depth` tokens deep: the ledger's, but of a quantised layer its own."""
+    dtype = model.model.embed_tokens.weight.dtype
+    return ledger(model.config, dtype, depth).total - bytes_saved(model, dtype)
 
 
 def _shares(
-    moved: Ledger, tpot: Percentiles | None, device: torch.device, probe: Probe | None
+    moved: int, tpot: Percentiles | None, device: torch.device, probe: Probe | None
 ) -> tuple[float | None, float | None, str]:
     """MBU of the median step against the datasheet and the probe, and why where there is none."""
     if tpot is None:
         return None, None, "one token only: no time between tokens"
     machine = hardware.machine(device)
-    if moved.total < 3 * (machine.cache or 0):
-        size, cache = moved.total / 1e6, machine.cache / 1e6
+    if moved < 3 * (machine.cache or 0):
+        size, cache = moved / 1e6, machine.cache / 1e6
         return None, None, f"none: {size:.0f} MB a token may be served from the {cache:.0f} MB cache, not from memory"
-    datasheet = mbu(moved.total, tpot.p50, machine.spec.bandwidth) if machine.spec else None
+    datasheet = mbu(moved, tpot.p50, machine.spec.bandwidth) if machine.spec else None
     given, probe = probe, probe or hardware.read_ceiling(device)
     try:
-        return datasheet, mbu(moved.total, tpot.p50, probe.rate, NOISE), ""
+        return datasheet, mbu(moved, tpot.p50, probe.rate, NOISE), ""
     except CeilingError:
         # A probe that ran in a bad moment is too low a ceiling: measure it once more before calling the figure wrong.
         if given is not None:
             raise
-        return datasheet, mbu(moved.total, tpot.p50, hardware.read_ceiling(device, again=True).rate, NOISE), ""
+        return datasheet, mbu(moved, tpot.p50, hardware.read_ceiling(device, again=True).rate, NOISE), ""
 
 
 def _peak_memory(device: torch.device) -> tuple[int | None, str]:
@@ -146,7 +153,7 @@ def arrivals(
     model: Qwen2, prompt: Sequence[int], count: int, sampler: Sampler | None = None
 ) -> tuple[list[int], float, list[float]]:
     """Decode `count` tokens, whatever they are: the tokens, the seconds to the first, and those between the others."""
-    device = model.lm_head.weight.device
+    device = model.model.embed_tokens.weight.device
     sampler = replace(sampler or Sampler())  # a fresh generator: every run draws the same tokens
     synchronize(device)
     tokens, times = [], [time.perf_counter()]
@@ -186,7 +193,7 @@ def decode(
     sampler = sampler or Sampler()
     for _ in range(warmup):
         arrivals(model, prompt_ids, min(new_tokens, 16), sampler)
-    device = model.lm_head.weight.device
+    device = model.model.embed_tokens.weight.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     tokens, first, gaps = arrivals(model, prompt_ids, new_tokens, sampler)
@@ -208,7 +215,7 @@ def check_last(model: Qwen2, prompt: Sequence[int], tokens: Sequence[int], greed
     """
     if bad := [token for token in tokens if not 0 <= token < model.num_tokens]:
         raise RuntimeError(f"token {bad[0]} was made; the model has {model.num_tokens}")
-    weight = model.lm_head.weight
+    weight = model.model.embed_tokens.weight
     before = torch.tensor([*prompt, *tokens[:-1]], device=weight.device)
     cache = KVCache(model.config, len(before), dtype=weight.dtype, device=weight.device)
     logits = prefill(model, before, cache)[: model.num_tokens].float()
@@ -245,7 +252,7 @@ def graph_decode(
         ValueError: no GPU, no steps, or more tokens than the context holds.
         CeilingError, RuntimeError: as `decode`.
     """
-    config, weight = model.config, model.lm_head.weight
+    config, weight = model.config, model.model.embed_tokens.weight
     device = weight.device
     if device.type != "cuda":
         raise ValueError(f"graph_decode needs a model on a CUDA device; this one is on {device}")

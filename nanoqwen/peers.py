@@ -1,13 +1,15 @@
 """What you would use instead of our engine, each with the same two verbs: `first` and `run`.
 
-PyTorch as one writes it for speed (16 bits, eager and as a graph; INT4, compiled and as a graph), `transformers`, and
-llama.cpp through `llama-cpp-python`. What is not installed, or has no weights for a model, says so in one line.
+PyTorch as one writes it for speed (16 bits, eager, as a graph, and compiled and as a graph; INT4, compiled and as a
+graph), `transformers`, and llama.cpp through `llama-cpp-python`. What is not installed, or has no weights for a model,
+says so in one line.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import torch
 import torch.nn.functional as F
@@ -215,8 +217,7 @@ class TorchPeer:
         self.steps: dict[int, Callable[[], object]] = {}
         self.last: tuple[list[int], int, Tensor] | None = None
         if compiled:
-            torch.compiler.reset()  # what other decoders compiled counts against this one's number of shapes
-            self.layer = torch.compile(decoder.layer, fullgraph=True, dynamic=False)
+            self.layer = torch.compile(_own_code(decoder.layer), fullgraph=True, dynamic=False)
 
     def nbytes(self, depth: int) -> int:
         """What a token must read and write, `depth` tokens deep."""
@@ -435,6 +436,16 @@ def _transformers():
         raise Unavailable('transformers is not installed; add it with: pip install "nanoqwen[test]"') from None
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def _own_code(method: Callable) -> Callable:
+    """The same method with a code object of its own.
+
+    The compiler keeps what it makes, and counts the shapes of which it makes only so many, by code object: the peers of
+    one method would share both. To reset it between them would take from one what its captured graph still launches.
+    """
+    of = method.__func__
+    return MethodType(FunctionType(of.__code__.replace(), of.__globals__, of.__name__), method.__self__)
 
 
 def _parts(matrix: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

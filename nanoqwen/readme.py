@@ -54,6 +54,7 @@ CONTENDERS = {
     "transformers": ("`transformers`", "bf16", "transformers\nbf16"),
     "torch-bf16-eager": ("PyTorch, static cache, launched one by one", "bf16", "PyTorch\nbf16, eager"),
     "torch-bf16-graph": ("PyTorch, static cache, CUDA graph", "bf16", "PyTorch\nbf16, CUDA graph"),
+    "torch-bf16": ("PyTorch, static cache, `torch.compile`, CUDA graph", "bf16", "PyTorch\nbf16, compiled"),
     "torch-int4": (
         "PyTorch's INT4 kernel, `torch.compile`, CUDA graph",
         "INT4 g128, bf16 head",
@@ -137,7 +138,8 @@ def _sooner(record: Record) -> str:
     ahead = {name: e["ttft_over_ours"]["p50"] for name, e in peers if e.get("ttft_over_ours", {"p50": 1})["p50"] < 1}
     if not ahead:
         return ""
-    who = " and ".join(f"{_called(name)} ({share:.2f} of our time)" for name, share in ahead.items())
+    *others, last = (f"{_called(name)} ({share:.2f} of our time)" for name, share in ahead.items())
+    who = f"{'; '.join(others)} and {last}" if others else last
     return f"The first token comes sooner from {who}: our prompts dequantise every matrix, and PyTorch multiplies."
 
 
@@ -150,7 +152,9 @@ def _missing(record: Record) -> str:
     if never := [_called(name) for name in results["peers"] if name not in ran]:
         words.append(f"Not in this record: {'; '.join(never)}.")
     if absent := results["left_out"]:
-        words.append(f"All peers run beside real weights too, but {', '.join(absent)} was not on that machine.")
+        words.append(
+            f"Real weights are timed too where they are there, but {', '.join(absent)} was not on that machine."
+        )
     if ladder := _record("ladder"):
         r = ladder.results
         words.append(
@@ -339,7 +343,9 @@ time. Of a row that four warps share (float32, 896 x 896) that makes 4 stores + 
 4 + 16 = 20 here; of one that two share (bfloat16), 2 + 1 and 2 + 3.
 
 In `paged_attention_mma` every warp needs the maxima of its block's eight warps twice, those of two heads a lane. The
-GPU's compiler keeps them; the observed build reads them again, in 8 x 8 x 2 = 128 wavefronts a block.
+GPU's compiler keeps them; the observed build reads them again, in 8 x 8 x 2 = 128 wavefronts a block. (Of two launches
+the GPU counted 9 and 26 wavefronts more than that leaves. No such number divides among the blocks, so they are not of
+the kernel's doing; an earlier recording of the same accesses had none.)
 """
 
 

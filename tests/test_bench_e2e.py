@@ -60,15 +60,28 @@ def test_the_torch_peer_makes_the_tokens_of_the_reference(model, graph, length):
     peer.check()
 
 
-def test_the_compiled_layer_is_the_layer(model):
+@pytest.mark.parametrize("int4", [False, True])
+def test_the_compiled_layer_is_the_layer(model, int4):
     """The check's prompt goes through the layer as it is."""
-    peer = TorchPeer(TorchDecoder(SMALL, weights_of(model, torch.bfloat16, CPU), int4=True), True, compiled=True)
+    peer = TorchPeer(TorchDecoder(SMALL, weights_of(model, torch.bfloat16, CPU), int4=int4), True, compiled=True)
     peer.run(IDS, 2)
     peer.check()
     ids, extent, logits = peer.last
-    peer.last = ids[:-1], extent, logits
+    peer.last = [*ids[:-1], (ids[-1] + 1) % 257], extent, logits  # as if the step had seen another token
     with pytest.raises(RuntimeError, match="off by"):
         peer.check()
+
+
+def test_what_is_compiled_for_one_peer_is_neither_counted_nor_taken_for_another(model):
+    decoders = [TorchDecoder(SMALL, weights_of(model, torch.bfloat16, CPU), int4=int4) for int4 in (False, True)]
+    made = torch._dynamo.utils.counters["stats"]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        peers = [TorchPeer(decoder, True, compiled=True) for decoder in decoders]
+        for peer in peers:
+            peer.run(IDS, 2)
+        before = made["unique_graphs"]
+        peers[0].run(IDS, 2)
+        assert before >= 2 and made["unique_graphs"] == before
 
 
 def test_int4_of_torch_is_near_16_bits(model):
@@ -173,6 +186,26 @@ def test_bytes_of_a_gguf_file_are_its_blocks_but_of_the_embedding_a_row(gguf_fil
 # --- In turn ----------------------------------------------------------------------------------------------------------
 
 
+def test_each_torch_peer_is_what_its_name_says(small_shape):
+    entry = Entry("small", True, CPU, 60, group=64, blocks=2)
+    made = {name: entry.peer(name) for name in PEERS if name.startswith("torch")}
+    assert {name: (peer.graph, peer.compiled, peer.decoder.int4) for name, peer in made.items()} == {
+        "torch-bf16-eager": (False, False, False),
+        "torch-bf16-graph": (True, False, False),
+        "torch-bf16": (True, True, False),
+        "torch-int4": (True, True, True),
+    }
+    assert len({id(peer.decoder) for peer in made.values()}) == 2  # 16 bits are there once
+
+
+def test_the_plan_of_the_record_has_room_and_peers_that_are_there():
+    for name, (_, depths, against) in bench_e2e.PLAN.items():
+        config = bench_e2e.SHAPES[name]
+        assert bench_e2e._context(depths, bench_e2e.PROMPT, bench_e2e.STEPS) <= config.max_position_embeddings
+        assert set(against) <= set(PEERS) and all(set(at) <= set(depths) and at for at in against.values())
+        assert set(bench_e2e.BEST) <= set(against) and all(depth > WARM + bench_e2e.STEPS // 2 for depth in depths)
+
+
 def test_contenders_run_in_turn_and_what_is_absent_is_said(small_shape, monkeypatch):
     order = []
     for kind in (bench_e2e.Ours, TorchPeer, Transformers):
@@ -234,7 +267,9 @@ def test_the_scoreboard_holds_every_model_and_a_completion(small_shape, folder, 
         "qwen2.5-coder-1.5b": (False, (24,), {}),
     }
     monkeypatch.setenv("NANOQWEN_CACHE", str(tmp_path / "cache"))
-    results = scoreboard(CPU, PROBE, plan, **QUICK)
+    kept = []
+    results = scoreboard(CPU, PROBE, plan, lambda so_far: kept.append(list(so_far["models"])), **QUICK)
+    assert kept == [["small"], ["small", str(folder)]], "what is done is kept before the next model"
     real = results["models"][str(folder)]
     assert real["weights"] == "real" and set(real["contenders"]) == {OURS, "transformers"}
     assert "has none" in real["left_out"]["llama.cpp"] or "not installed" in real["left_out"]["llama.cpp"]

@@ -1,5 +1,6 @@
 """The record `engine`: what it holds, what it refuses. On a CPU its times mean nothing, and are not looked at."""
 
+import itertools
 import json
 from itertools import pairwise
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ def engine():
 
 
 def test_a_measurement_has_every_rung_region_and_the_bytes_of_the_depth(engine):
-    results = measure(engine, [24], PROBE, EAGER, steps=4, rounds=2, prompt=5)
+    results = measure(engine, [24], PROBE, EAGER, steps=4, rounds=2, prompt=5, seen=4)
     entry = results["depths"]["24"]
     assert results["weights"] == "random" and results["group"] == 64
     assert entry["bytes"] == engine.ledger(24).total
@@ -41,6 +42,8 @@ def test_a_measurement_has_every_rung_region_and_the_bytes_of_the_depth(engine):
     assert [name for name, *_ in entry["step"]] == ["embed", *list(launches)[1:-2] * 2, "lm_head", "choose"]
     for (_, start, end), (_, later, _) in pairwise(entry["step"]):
         assert 0 <= start <= end <= later
+    assert entry["on_device"]["seconds"]["n"] == 2 * bench_engine.UNSEEN
+    assert entry["one_by_one"].keys() == {"regions", "gap", "step"}
     json.dumps(results, allow_nan=False)
     table = engine_table("small", results)
     assert "random weights" in table and "eager, pdl" in table and "gate_up_proj" in table
@@ -66,6 +69,32 @@ def test_a_launch_counts_from_where_the_one_before_it_ended(engine, monkeypatch)
     monkeypatch.setattr(bench_engine, "_spans", lambda *how: spans(*how)[1:])
     with pytest.raises(RuntimeError, match=rf"the profiler saw {4 * n - 1} launches of 4 steps of {n}"):
         timeline(engine, list(range(20)), 4)
+
+
+def test_the_steps_that_are_taken_apart_are_those_that_are_timed(engine, monkeypatch):
+    """From some position on attention has more splits: parts of other steps would add up to another time."""
+    names, positions, overlaps = [name for name, _, _ in engine.launches(engine.chooser())], [], []
+    launched = engine.show
+
+    def show(sequence, count, sampler=None):
+        launch, at = launched(sequence, count, sampler), engine.kv.length(sequence)
+        if count != 1:  # else it is a step of a run
+            positions.append((at, count))
+            overlaps.append(engine.pdl)
+        return launch
+
+    def spans(engine, steps, launch, position):
+        assert (position, steps) == positions[-1]
+        return [(float(i), i + 0.75) for i in range(steps * len(names))]
+
+    monkeypatch.setattr(engine, "show", show)
+    monkeypatch.setattr(bench_engine, "_spans", spans)
+    clock = itertools.count()  # a second passes between two looks
+    monkeypatch.setattr(bench_engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    entry = measure(engine, [24], PROBE, EAGER, steps=2, rounds=1, prompt=5, seen=6)["depths"]["24"]
+    assert positions == [(24, 6)] * (bench_engine.UNSEEN + 2)
+    assert overlaps == [True] * (bench_engine.UNSEEN + 1) + [False] and engine.pdl
+    assert entry["on_device"]["seconds"]["p50"] == 1 and entry["explained"] == len(names)
 
 
 def test_rungs_that_make_other_tokens_are_refused(engine, monkeypatch):

@@ -1,4 +1,4 @@
-"""Around the fused product: words back to a matrix, bit for bit, and activations of any range to fp16 and back."""
+"""Around the products: words back to a matrix, bit for bit, activations of any range to fp16 and back, and SwiGLU."""
 
 import math
 
@@ -175,3 +175,79 @@ def test_activations_that_do_not_fit_are_refused(no_launch):
         kernels.widen_y(y, torch.ones(3))
     with pytest.raises(ValueError, match=r"bias has shape \(4,\); it must be \(5,\)"):
         kernels.widen_y(y, back, torch.ones(4))
+
+
+# SwiGLU
+
+by_input = pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["float16", "bfloat16", "float32"]
+)
+TOKENS = [(1, 16), (7, 48), (129, 896), (5, 4864), (3, 8960), (2, 18944)]
+
+
+def mlp(tokens, inner, dtype, size=3.0):
+    """gate_up, and in float64 what SwiGLU makes of it, from gate and up that lie side by side."""
+    make = torch.Generator().manual_seed(tokens * 7919 + inner)
+    gate, up = (torch.randn(tokens, inner, generator=make).mul(size).to(dtype) for _ in range(2))
+    joined = torch.empty(tokens, 2 * inner, dtype=dtype)
+    for first in range(0, inner, 16):
+        joined[:, 2 * first : 2 * first + 16] = gate[:, first : first + 16]
+        joined[:, 2 * first + 16 : 2 * first + 32] = up[:, first : first + 16]
+    gate = gate.double()
+    return joined, gate / (1 + (-gate).exp()) * up.double()
+
+
+@by_input
+@pytest.mark.parametrize("factor", [1.0, 1 / 16])
+def test_swiglu_is_that_of_float64_rounded_to_fp16(dtype, factor):
+    for tokens, inner in TOKENS:
+        gate_up, wanted = mlp(tokens, inner, dtype)
+        out = nothing((tokens, inner), torch.float16)
+        assert kernels.swiglu(gate_up, factor, out) is out
+        torch.testing.assert_close(out.double(), wanted * factor, rtol=2**-11 * 1.01, atol=2**-25 * 1.01)
+        assert torch.equal(kernels.swiglu(gate_up, factor), out)
+
+
+@by_input
+def test_observed_swiglu_is_clean_and_moves_each_number_once(dtype):
+    for tokens, inner in ((1, 16), (3, 1040)):
+        gate_up, wanted = mlp(tokens, inner, dtype)
+        report = simt.observe(kernels.swiglu, gate_up, 0.5, nothing((tokens, inner), torch.float16))
+        assert report.clean, str(report)
+        torch.testing.assert_close(report.result.double(), wanted / 2, rtol=2**-11 * 1.01, atol=2**-25 * 1.01)
+        asked = 1 if dtype != torch.float32 else 2  # a thread's halves of a sector are two loads
+        assert report.totals.global_load_sectors == asked * gate_up.nbytes // 32
+        assert report.totals.global_store_sectors == tokens * inner * 2 // 32
+
+
+def test_swiglu_s_factor_reaches_what_fp16_does_not():
+    gate_up = torch.full((1, 32), 1000.0)
+    assert kernels.swiglu(gate_up, 1 / 16).tolist() == [[62496.0] * 16]  # 62500, where fp16 counts in 32
+    assert (kernels.swiglu(gate_up) == math.inf).all()
+    gate_up[0, 3], gate_up[0, 4], gate_up[0, 16 + 5] = -1e4, math.nan, math.nan
+    out = kernels.swiglu(gate_up, 1 / 16)[0]
+    assert out[3] == 0 and out.isnan().nonzero().flatten().tolist() == [4, 5]
+
+
+def test_what_swiglu_cannot_take_is_refused(no_launch):
+    right, half = torch.ones(2, 64), torch.ones(2, 32).half()
+    memory = torch.zeros(256, dtype=torch.uint8)
+    for wrong, kind, words in (
+        ({"gate_up": right.double()}, TypeError, "gate_up is float64; it must be float16 or bfloat16 or float32"),
+        ({"gate_up": right[0]}, ValueError, r"gate_up has shape \(64,\); it must be \(tokens, 2 inner\)"),
+        ({"gate_up": right[:0]}, ValueError, r"gate_up has shape \(0, 64\)"),
+        ({"gate_up": torch.ones(2, 48)}, ValueError, "gate_up has 48 columns; it must have a multiple of 32"),
+        ({"gate_up": torch.ones(64, 2).T}, ValueError, r"gate_up is not contiguous .* pass gate_up.contiguous\(\)"),
+        ({"gate_up": torch.ones(129)[1:].view(2, 64)}, ValueError, "gate_up starts at an address .* 16 bytes"),
+        ({"out": torch.ones(2, 32)}, TypeError, "out is float32; it must be float16"),
+        ({"out": torch.ones(2, 64).half()}, ValueError, r"out has shape \(2, 64\); it must be \(2, 32\)"),
+        ({"out": half.to("meta")}, ValueError, "out is on meta; it must be on cpu"),
+        ({"out": torch.ones(65).half()[1:].view(2, 32)}, ValueError, "out starts at an address .* 16 bytes"),
+        (
+            {"gate_up": memory.view(torch.float16).view(2, 64), "out": memory[128:].view(torch.float16).view(2, 32)},
+            ValueError,
+            "out overlaps gate_up",
+        ),
+    ):
+        with pytest.raises(kind, match=words):
+            kernels.swiglu(**{"gate_up": right} | wrong)

@@ -1,21 +1,24 @@
 """The decode step made of our kernels, on the SIMT machine: the tokens of the same INT4 model in PyTorch."""
 
 import re
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from toys import random_weights
 
 from nanoqwen import engine as engine_module
-from nanoqwen import generation, models, packfile, quantize, simt
+from nanoqwen import generation, kernels, models, packfile, quantize, simt
 from nanoqwen.checkpoint import open_checkpoint
 from nanoqwen.config import SHAPES, ModelConfig
 from nanoqwen.engine import Engine, PoolExhausted, check_memory
 from nanoqwen.engine_weights import Weights, check_shapes, weight_bytes
 from nanoqwen.fetch import find_model
 from nanoqwen.generation import Sampler
-from nanoqwen.graphs import MODES, Mode, NothingNew
+from nanoqwen.graphs import MODES, Mode, NothingNew, capture
 from nanoqwen.ledger import ledger
 from nanoqwen.reference import build
 
@@ -341,6 +344,26 @@ def test_too_little_memory_is_told_before_any_is_taken(monkeypatch):
         Engine.random(config, "cpu", max_tokens=16)
 
 
+def test_a_long_context_leaves_memory_for_a_prompt_s_attention(monkeypatch):
+    """Its keys and values, repeated for each query head, outgrow the MLP's activations."""
+    config, gpu = SHAPES["qwen2.5-coder-7b"], torch.device("cuda:0")
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 0)
+    passing = {}
+    for tokens in (1024, 4096, 32768, 65536):
+        with pytest.raises(MemoryError, match=rf"pages for {tokens:,} tokens .*a prompt's passing ([\d.]+)\)") as told:
+            check_memory(config, gpu, tokens // 16, {})
+        passing[tokens] = float(re.search(r"passing ([\d.]+)\)", str(told.value))[1])
+    repeated = 32768 * 2 * 2 * config.num_attention_heads * config.head_dim
+    assert passing[1024] == passing[4096] and passing[65536] == passing[32768] > passing[4096] + 0.5 * repeated / 1e9
+
+
+def test_a_prompt_s_swiglu_is_the_kernel_s():
+    gate_up = (torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * 4).half()
+    made = engine_module._swiglu(gate_up.float())
+    torch.testing.assert_close(kernels.swiglu(gate_up, 1 / engine_module.SHRINK).float(), made, rtol=1e-3, atol=1e-7)
+    assert made.abs().max() > 0.3
+
+
 def test_a_gpu_without_bulk_copies_is_told_what_to_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(RuntimeError, match=r"need bulk copies \(sm_90\), this GPU is sm_86: use --engine torch"):
@@ -425,6 +448,34 @@ def test_what_may_not_stand_in_a_capture_is_named(inference):
         with pytest.raises(RuntimeError, match=r"waits for the device: .* \(test_engine.py, line \d+: int\(a\[0\]\)"):
             int(a[0])
     assert int(a[0]) == 6
+
+
+def test_an_empty_graph_is_no_warning_and_any_other_stays(monkeypatch):
+    """Torch's words where a body fails before it has launched anything; here without a GPU."""
+    empty = "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device"
+
+    @contextmanager
+    def captured(graph):
+        try:
+            yield
+        finally:
+            warnings.warn(empty, UserWarning, stacklevel=1)
+            warnings.warn("Another graph is full", UserWarning, stacklevel=1)
+
+    for name, fake in {
+        "device": lambda _: nullcontext(),
+        "CUDAGraph": SimpleNamespace,
+        "current_stream": lambda: None,
+        "set_stream": lambda stream: None,
+        "graph": captured,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        assert capture(list, torch.device("cuda:0")).body is list
+        with pytest.raises(RuntimeError, match=r"the step cannot be captured: empty.* allocates a tensor"):
+            capture(lambda: torch.empty(3), torch.device("cuda:0"))
+        warnings.warn(empty, UserWarning, stacklevel=1)
+    assert [str(each.message) for each in seen] == ["Another graph is full"] * 3 + [empty]
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=1.0, top_k=5, top_p=0.5, suppress=(1, 2))])

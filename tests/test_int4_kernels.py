@@ -291,7 +291,7 @@ def test_a_group_of_zeros_and_one_of_tiny_numbers_are_right():
 
 def test_the_ring_and_its_launch_agree_on_its_size():
     source = (INCLUDE.parent / "int4_ring.cu").read_text()
-    for name in ("RING_STAGES", "RING_WARPS", "RING_CHUNK"):
+    for name in ("RING_STAGES", "RING_WARPS", "RING_CHUNK", "NORM_COLS"):
         assert re.search(rf"\b{name} = (\d+)", source)[1] == str(getattr(int4_ring, name))
 
 
@@ -564,6 +564,13 @@ def test_the_launch_of_tensor_cores_is_checked(no_launch):
         kernels.int4_gemm_ring(**(right | {"x": right["x"].float()[None]}), norm=norm)
     with pytest.raises(TypeError, match="norm is float32; it must be float16"):
         kernels.int4_gemm_ring(**(right | {"x": right["x"].float()}), norm=norm.float())
+    for cols, x, how, words in (
+        (16512, torch.ones(16512), {"norm": torch.ones(16512).half()}, "a norm takes at most 16384"),
+        (98304, torch.ones(8, 98304).half(), {}, "sums of 8 tokens for each 512 do not fit: take fewer"),
+    ):
+        words_of = torch.zeros(16, cols // 8, dtype=torch.int32)
+        with pytest.raises(ValueError, match=f"x has {cols} columns; {words}"):
+            kernels.int4_gemm_ring(words_of, torch.ones(1, cols // 128, 16).half(), x, **how)
 
 
 def test_quantize_x_refuses_what_it_cannot_take(no_launch):
@@ -584,4 +591,4 @@ def test_quantize_x_refuses_what_it_cannot_take(no_launch):
     ],
 )
 def test_launches_that_overlap_leave_multiprocessors_to_the_next(rows, cols, blocks):
-    assert int4_ring._blocks(rows // 16, cols, 132) == blocks
+    assert int4_ring.overlapping_blocks(rows // 16, cols, 132) == blocks

@@ -9,10 +9,11 @@ import pytest
 import torch
 from toys import random_weights
 
-from nanoqwen import hardware, measure
+from nanoqwen import hardware, measure, quantize
 from nanoqwen.config import ModelConfig
 from nanoqwen.generation import Sampler, generate
 from nanoqwen.hardware import Machine, Probe
+from nanoqwen.ledger import Grouped
 from nanoqwen.measure import CeilingError, check_last, decode, graph_decode, paired, percentiles, time_calls
 from nanoqwen.reference import build
 from nanoqwen.roofline import ledger
@@ -114,6 +115,18 @@ def test_decode_times_what_generate_makes_and_ignores_stop_tokens(toy):
     assert timing.bytes_per_token == ledger(TOY, torch.float32, depth=17).total
     assert timing.tokens_per_s == 1 / timing.tpot.p50
     assert timing.peak_memory > 1 << 20 and "process" in timing.peak_memory_is
+
+
+@pytest.mark.parametrize("head_bits", [16, 8])
+def test_a_quantised_model_is_charged_what_its_matrices_hold(toy, head_bits, monkeypatch):
+    twin = quantize.quantize_model(toy, 32, "rtn", head_bits)
+    forms = dict.fromkeys(("qkv", "o", "gate_up", "down"), Grouped(4, 32)) | {"default": torch.float32}
+    counted = ledger(TOY, forms | ({"lm_head": Grouped(8, 32)} if head_bits == 8 else {}), depth=17).total
+    monkeypatch.setattr(hardware, "machine", lambda device=None: machine_with(cache=1024))
+    timing = decode(twin, PROMPT, 24, probe=probe_of(1e15))
+    assert timing.bytes_per_token == counted < ledger(TOY, torch.float32, depth=17).total
+    assert timing.mbu_probe == pytest.approx(counted / timing.tpot.p50 / 1e15)
+    assert list(timing.tokens) == list(generate(twin, PROMPT, 24, stop=()))
 
 
 def test_decode_draws_the_same_tokens_in_the_timed_run_as_in_any_other(toy):

@@ -1,6 +1,6 @@
 """One function for each kernel: CUDA tensors run on the GPU, CPU tensors on the SIMT machine, by the same source."""
 
-from nanoqwen.kernels.activations import half_x, widen_y
+from nanoqwen.kernels.activations import half_x, swiglu, widen_y
 from nanoqwen.kernels.attention import (
     attention_online,
     attention_workspace,
@@ -26,7 +26,7 @@ from nanoqwen.kernels.int4 import (
     int4_gemv_warp,
     quantize_x,
 )
-from nanoqwen.kernels.int4_ring import int4_gemm_ring
+from nanoqwen.kernels.int4_ring import int4_gemm_ring, overlapping_blocks
 from nanoqwen.kernels.step import embed, greedy, lm_head, sample, token_workspace
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "int4_gemv_prmt",
     "int4_gemv_warp",
     "lm_head",
+    "overlapping_blocks",
     "paged_attention",
     "paged_attention_cp_async",
     "paged_attention_mma",
@@ -65,6 +66,7 @@ __all__ = [
     "rope_append",
     "rope_attention",
     "sample",
+    "swiglu",
     "token_workspace",
     "widen_y",
 ]

@@ -11,7 +11,7 @@ from nanoqwen.kernels.int4 import tiled
 from nanoqwen.kernels.launch import Program, sms
 from nanoqwen.packing import FRAGMENT
 
-RING_STAGES, RING_WARPS, RING_CHUNK = 2, 16, 512  # as in csrc/int4_ring.cu
+RING_STAGES, RING_WARPS, RING_CHUNK, NORM_COLS = 2, 16, 512, 16384  # as in csrc/int4_ring.cu
 SHARED_BYTES = 226 * 1024  # of the 227 KB that a block of sm_90 may have; the kernel's barriers need some of the last
 _TOKENS = (1, 4, 8)  # what the kernel is compiled for
 _SOURCE, _PARAMS = Path("int4_ring.cu"), "p" * 9 + "iiuiff"
@@ -56,7 +56,7 @@ def int4_gemm_ring(
         swiglu: the rows are 16 of a gate, 16 that it multiplies, and so on; out is (…, rows / 2) float16,
             gate · sigmoid(gate) · the other · y_factor.
         layout: the layout of the words; this kernel was compiled for "fragment", and refuses others.
-        blocks: how many share the rows; by default one for each multiprocessor, with `pdl` fewer for a small matrix.
+        blocks: how many share the rows; by default one for each multiprocessor.
         pdl: let the kernel fill its rings while the kernel before it still runs (programmatic dependent launch). Words,
             scales, zeros and norm must have been written earlier than by that kernel.
 
@@ -80,6 +80,8 @@ def int4_gemm_ring(
     device, cols, tokens = words.device, x.shape[-1], x.numel() // x.shape[-1]
     if norm is not None:
         check_tensor("norm", norm, (cols,), (torch.float16,), device, ALIGNMENT)
+        if cols > NORM_COLS:
+            raise ValueError(f"x has {cols} columns; a norm takes at most {NORM_COLS}")
         if overlap(out, norm):
             raise ValueError("out overlaps norm; blocks would read what others have already written")
     if device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < (9, 0):
@@ -87,17 +89,19 @@ def int4_gemm_ring(
 
     unit = 32 if swiglu else 16
     units = -(-padded // unit)
-    grid = min(units, blocks or (_blocks(units * unit // 16, cols, sms(device)) if pdl else sms(device)))
+    grid = min(units, blocks or sms(device))
     tiles = -(-units // grid) * (unit // 16)  # that one block has at most
     compiled = next(n for n in _TOKENS if n >= tokens)
     room, per_tile = _shared_bytes(cols, group, tokens, compiled, zeros is not None)
     groups = None
     form = "HALF_X" if norm is None else "NORM_X"
     if room < per_tile * unit // 16:  # x does not fit: split it first, and read it from global memory
-        if norm is not None:
-            raise ValueError(f"x has {cols} columns; a norm takes at most {SHARED_BYTES // 4}")
-        form, (x, groups) = "SPLIT_X", _split_x(x, group, pdl)
         room += tokens * (2 * cols) + -(-tokens * (cols // group) // 2) * 16
+        if room < per_tile * unit // 16:
+            raise ValueError(
+                f"x has {cols} columns; sums of {tokens} tokens for each {RING_CHUNK} do not fit: take fewer"
+            )
+        form, (x, groups) = "SPLIT_X", _split_x(x, group, pdl)
     slots = min(tiles, room // per_tile // (unit // 16) * (unit // 16))
     program, name = _program(group, compiled, form, swiglu, zeros is not None)
     args = (words, scales, zeros, x, norm, groups, bias, residual, out)
@@ -115,11 +119,11 @@ def int4_gemm_ring(
 
 
 @functools.lru_cache
-def _blocks(tiles: int, cols: int, sms: int) -> int:
-    """Blocks of a launch that overlaps its neighbours, for a matrix of so many tiles of 16 rows.
+def overlapping_blocks(tiles: int, cols: int, sms: int) -> int:
+    """Blocks of a launch among others that overlap it (`pdl`), for a matrix of so many tiles of 16 rows.
 
     One for each multiprocessor; but of a small matrix as many as hold all of it in their rings, if that is a third of
-    them or more: the others begin with the next launch.
+    them or more: the others begin with the next launch. By itself the matrix wants them all.
     """
     held = RING_WARPS * RING_STAGES // -(-cols // RING_CHUNK)  # tiles that a block's rings hold
     blocks = -(-tiles // held) if held else sms
@@ -131,8 +135,7 @@ def _shared_bytes(cols: int, group: int, tokens: int, compiled: int, zeros: bool
     """Bytes of shared memory that rings and x leave (below 0: too few), and that the sums of a tile of rows take."""
     stage = RING_CHUNK * 8 + (2 if zeros else 1) * (RING_CHUNK // group * 32)
     x_bytes = tokens * 2 * cols + -(-tokens * (cols // group) // 2) * 16
-    parts = min(-(-cols // RING_CHUNK), RING_WARPS)
-    return SHARED_BYTES - RING_WARPS * RING_STAGES * stage - x_bytes, parts * 64 * compiled
+    return SHARED_BYTES - RING_WARPS * RING_STAGES * stage - x_bytes, -(-cols // RING_CHUNK) * 64 * compiled
 
 
 def _split_x(x: Tensor, group: int, pdl: bool) -> tuple[Tensor, Tensor]:

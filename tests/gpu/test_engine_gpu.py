@@ -3,6 +3,8 @@
 The real 0.5B, where it has been fetched, and a random 7B run too.
 """
 
+import warnings
+
 import pytest
 import torch
 from toys import random_weights
@@ -141,13 +143,21 @@ def test_g3_what_cannot_be_captured_is_named_and_the_next_step_works(engine):
         engine.step()
         torch.cuda.synchronize()
 
+    def asks_first():
+        int(engine.token)
+
     for body, words in (
+        (asks_first, r"waits for the device: .*int\(engine.token\)"),
         (allocates, r"add.Tensor allocates a tensor of shape \(4,\) .*x \+ x"),
         (asks, r"waits for the device: .*int\(engine.token\)"),
         (synchronizes, r"captur.*torch.cuda.synchronize\(\)"),
     ):
-        with pytest.raises(RuntimeError, match=rf"the step cannot be captured: .*{words}"):
+        with (
+            warnings.catch_warnings(record=True, action="always") as seen,
+            pytest.raises(RuntimeError, match=rf"the step cannot be captured: .*{words}"),
+        ):
             capture(body, CUDA)
+        assert not [each for each in seen if "empty" in str(each.message)]
         again, same = eager(engine, prompt(20), 8)
         assert again == want and torch.equal(same, logits)
         torch.randn(3, device=CUDA)

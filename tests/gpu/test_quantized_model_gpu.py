@@ -109,6 +109,20 @@ def test_activations_are_scaled_with_the_simt_machine_s_bits(dtype):
     assert torch.equal(wide.cpu(), kernels.widen_y(y, simt_back, bias, dtype))
 
 
+@by_dtype
+def test_swiglu_is_that_of_float64_and_of_the_simt_machine(dtype):
+    for tokens, inner in ((1, 16), (7, 48), (129, 4864), (512, 8960), (1024, 18944)):
+        make = torch.Generator().manual_seed(tokens)
+        gate_up = torch.randn(tokens, 2 * inner, generator=make).mul(3).to(dtype)
+        gate, up = gate_up.cuda().double().unflatten(1, (-1, 2, 16)).unbind(2)
+        wanted = (gate / (1 + (-gate).exp()) * up / 16).flatten(1)
+        out = torch.full((tokens, inner), math.nan, dtype=torch.float16, device="cuda")
+        kernels.swiglu(gate_up.cuda(), 1 / 16, out)
+        torch.testing.assert_close(out.double(), wanted, rtol=2**-11 * 1.01, atol=2**-25 * 1.01)
+        few = kernels.swiglu(gate_up[:2], 1 / 16)
+        torch.testing.assert_close(out[:2].cpu(), few, rtol=2**-10, atol=2**-24)  # a last bit: two expf
+
+
 # Layers
 
 
