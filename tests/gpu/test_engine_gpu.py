@@ -173,6 +173,23 @@ def test_g4_200_runs_of_256_tokens_are_identical(engine):
     assert len(set(first)) > 5
 
 
+@pytest.mark.parametrize(("mode", "runs"), [("in flight", 300), ("fed back", 50)])
+def test_g4_a_real_size_repeats_itself_and_takes_the_largest_logit(mode, runs):
+    config = SHAPES["qwen2.5-coder-0.5b"]
+    with Engine.random(config, CUDA, max_tokens=128, mode=mode) as engine:
+        ids, first = prompt(11), None
+        for run in range(runs):
+            sequence, token = engine.prefill(ids)
+            tokens = [token]
+            while len(tokens) < 64:
+                tokens += engine.decode(sequence, min(engine.mode.look, 64 - len(tokens)))
+                largest = int(engine.logits[: engine.weights.num_tokens].argmax())
+                assert tokens[-1] == largest, f"run {run}, token {len(tokens) - 1}"
+            engine.free(sequence)
+            first = first or (tokens, engine.logits.clone())
+            assert tokens == first[0] and torch.equal(engine.logits, first[1]), f"run {run}"
+
+
 def test_a_step_does_not_need_to_overlap(twin, engine):
     want, logits = eager(engine, prompt(20), 40)
     plain, same = eager(Engine(twin, CUDA, pdl=False), prompt(20), 40)
