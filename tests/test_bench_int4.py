@@ -208,6 +208,7 @@ def test_the_recorded_best_step_reads_fast_enough_and_beats_torch_s(shape):
 # The bar is 1.15. mma misses it on the matrix with the longest rows, and on qkv by as much as runs differ (1.149 and
 # 1.150); ring and pdl miss it everywhere, because their one token costs so much less: with eight they are about as fast
 # as mma, or faster.
+# pdl's bar is 1.6; it misses it on down, whose one token became faster than its eight did.
 EIGHT = {"7B gate_up": 1.15, "7B down": 1.20, "7B qkv": 1.16, "7B o": 1.15}
 
 
@@ -221,7 +222,7 @@ def test_eight_recorded_tokens_cost_mma_hardly_more_than_one(shape):
 def test_eight_recorded_tokens_are_fast_with_the_kernel_that_is_best_for_one(shape):
     tokens = recorded("int4")["shapes"][shape]["tokens"]
     seconds = {name: tokens[name]["8"]["seconds"]["p50"] for name in ("mma", "pdl", "torch_int4")}
-    assert tokens["pdl"]["8"]["of_one"]["p50"] <= 1.65
+    assert tokens["pdl"]["8"]["of_one"]["p50"] <= (1.65 if shape == "7B down" else 1.6)
     assert seconds["pdl"] <= 1.15 * seconds["mma"]
     assert seconds["torch_int4"] >= 1.9 * seconds["pdl"]
 

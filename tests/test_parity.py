@@ -215,8 +215,8 @@ def test_mma_reads_the_maxima_of_its_warps_once_more_here():
         _, kv_heads, _ = counters.ATTENTION_HEADS[case["cols"]]
         blocks = kv_heads * min(counters.ATTENTION_SPLITS, -(-case["rows"] // (8 * PAGE_SIZE)))  # that have a page
         shared = {name: by for name, by in case["difference"].items() if name not in GLOBAL}
-        more = blocks * 8 * 8 * 2 - shared.pop("shared_load_wavefronts")  # that the GPU counted, in this recording
-        assert not shared and more in (0, 9, 26)
+        more = {(49, 3584): 9, (257, 3584): 26}.get((case["rows"], case["cols"]), 0)  # that the GPU counted here
+        assert shared == {"shared_load_wavefronts": blocks * 8 * 8 * 2 - more}
     assert "8 x 8 x 2 = 128 wavefronts a block" in WHY_UNEQUAL and "9 and 26 wavefronts more" in WHY_UNEQUAL
 
 
