@@ -365,13 +365,15 @@ def scoreboard(
 
     Args:
         plan: name of each model → random, depths, and the peers with their depths.
-        keep: called with the results so far after each model: a run takes minutes, and may be cut short.
+        keep: called with the results so far before each model but the first: a run takes minutes, and may be cut short.
     """
     plan = PLAN if plan is None else plan
     results: dict = {"ceilings": {"read_probe": probe.to_dict()}, "versions": versions(), "peers": PEERS, "models": {}}
     results["left_out"], results["completion"] = {}, None
     steps, prompt = how.get("steps", STEPS), how.get("prompt", PROMPT)
     for name, (random, depths, against) in plan.items():
+        if keep and results["models"]:
+            keep(results)
         with without_garbage():
             try:
                 entry = Entry(name, random, device, _context(depths, prompt, steps))
@@ -384,8 +386,6 @@ def scoreboard(
                 results["completion"] = completion(entry)
             print(scoreboard_table({name: results["models"][name]}, prompt), flush=True)
             del entry
-        if keep:
-            keep(results)
         torch.compiler.reset()  # what was compiled for this model's peers holds memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
