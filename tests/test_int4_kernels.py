@@ -19,7 +19,7 @@ GEMV = [getattr(kernels, name) for name in kernels.__all__ if name.startswith("i
 TILED = [kernels.int4_gemm_mma, kernels.int4_gemm_ring]
 KERNELS = [*GEMV, *TILED]
 # Of Problem.error. mma: what the offsets, a thousand times x, leave behind when they are taken off. ring: x rounded to
-# a 32,512th of its group's largest.
+# a 32,640th of its group's largest.
 # dp4a: x rounded to 8 bits (its own rounding is tested apart). magic: fp16 products.
 TOLERANCE = (
     dict.fromkeys(GEMV, 5e-6)
@@ -250,6 +250,20 @@ def test_the_ring_takes_the_norm_along(cols):
 
     assert problem.error(run(), problem.reference + bias) < 2e-4  # one column is nearly all of its group
     assert simt.observe(run).clean
+
+
+@pytest.mark.parametrize("group", GROUP_SIZES)
+@pytest.mark.parametrize("limit", [32639, 16319])
+def test_the_largest_of_a_group_may_lie_between_two_whole_numbers(group, limit):
+    problem, norm = Problem(16, 64 * group, group), torch.ones(64 * group).half()
+    x = torch.randn(64, group).clamp(-3, 3) * limit / 4
+    largest = torch.linspace(limit - 0.7, limit + 1.3, 64) * torch.tensor([1, -1]).repeat(32)
+    x[range(64), torch.randint(group, (64,))] = largest[torch.randperm(64)]
+    x = x.flatten()  # as a normed x is: fp32, so not made of whole numbers
+    words, scales, y = pack(problem.values, FRAGMENT), tile_scales(problem.scales), torch.full((16,), math.nan)
+    kernels.int4_gemm_ring(words, scales, x, y, norm=norm, eps=0.0)
+    problem.x = x.double() / x.double().square().mean().sqrt()
+    assert problem.error(y) < TOLERANCE[kernels.int4_gemm_ring]
 
 
 @pytest.mark.parametrize("tokens", [None, 1, 3])

@@ -2,8 +2,9 @@
 //
 //   x[k] = scale * (256 * high[k] + low[k]),   scale a power of two, the smallest with which the group's largest fits
 //
-// A half has 11 bits, so whatever is at least 1/16 of its group's largest is kept exactly, and the rest to within
-// 1/32768 of it. The products with INT4 weights are then whole numbers too, and their sum over a group is exact.
+// The largest becomes 16320 to 32639. A half has 11 bits, so whatever is at least 1/15 of its group's largest is kept
+// exactly, and the rest to within 1/32640 of it. The products with INT4 weights are then whole numbers too, and their
+// sum over a group is exact.
 //
 // A piece of 64 columns is 128 bytes, in the order in which `mma` wants them: 64 high bytes, 64 low bytes. Of each,
 // lane t of four reads 16: octet t of the first 32 columns, octet t of the last 32. An octet is in the order of the
@@ -46,8 +47,9 @@ __device__ __forceinline__ SplitOctet split_octet(const float (&x)[8]) {
     for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-    // Its exponent, one more where 2^14 times its fraction would pass 32639, which is 256 * 127 + 127.
-    const unsigned exponent = max((most + 0x00010000u) >> 23, 19u);
+    // Its exponent, one more where 2^14 times its fraction would pass 32639, which is 256 * 127 + 127: from 32639.5 on,
+    // which a float's 24 bits reach and rounding takes up. The carry comes from 2^15 - 32639.5, in steps of 2^-9.
+    const unsigned exponent = max((most + 0x00010100u) >> 23, 19u);
     const float inverse = __uint_as_float((268 - exponent) << 23);
     const float scale = __uint_as_float(exponent == 255 ? 0x7fffffffu : (exponent - 18) << 23);  // NaN; or with 1/16
     unsigned v[8], up[8];  // the byte above: rounded, since the low byte is -128 ... 127
