@@ -241,7 +241,10 @@ def _stream(tokens, tokenizer, stop: set[int]) -> tuple[list[float], int]:
 
 
 def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
-    """TTFT, TPOT and MBU, in words. The first token waits for the whole prompt; each later one is a decode step."""
+    """TTFT, TPOT and MBU, in words. The first token waits for the whole prompt; each later one is a decode step.
+
+    An engine may hand out several tokens at once, and then a step took its share of the wait for them.
+    """
     from nanoqwen.engine import Engine
     from nanoqwen.hardware import read_ceiling
     from nanoqwen.ledger import CeilingError, mbu
@@ -253,13 +256,15 @@ def _speed(model, prompt_tokens: int, times: Sequence[float]) -> str:
     words = f"TTFT {1e3 * times[0]:.1f} ms for {prompt_tokens} prompt tokens"
     if len(times) < 2:
         return words
-    tpot = percentiles(times[1:]).p50
-    depth = prompt_tokens + len(times) // 2
+    depth, at_once = prompt_tokens + len(times) // 2, 1
     if isinstance(model, Engine):
-        nbytes, device = model.ledger(depth).total, model.device
+        nbytes, device, at_once = model.ledger(depth).total, model.device, model.mode.look
     else:
         nbytes, device = step_bytes(model, depth), model.model.embed_tokens.weight.device
-    words += f" · TPOT {1e3 * tpot:.2f} ms (median of {len(times) - 1}), {1 / tpot:.1f} tokens/s"
+    waits = [times[i : i + at_once] for i in range(1, len(times), at_once)]
+    tpot = percentiles([sum(wait) / len(wait) for wait in waits]).p50
+    of = f"median of {len(waits)}" + (f", of up to {at_once} tokens each" if at_once > 1 else "")
+    words += f" · TPOT {1e3 * tpot:.2f} ms ({of}), {1 / tpot:.1f} tokens/s"
     words += f" · {nbytes / 1e6:,.0f} MB a token at {nbytes / tpot / 1e9:.1f} GB/s"
     ceiling = read_ceiling(device).rate
     try:

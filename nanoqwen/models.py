@@ -9,6 +9,10 @@ from nanoqwen.config import ModelConfig
 from nanoqwen.fetch import find_model
 from nanoqwen.tokenizer import Tokenizer
 
+# Cosines of many numbers come from MKL on a CPU, which picks its functions at the first call. Where two threads make it
+# together, one of them may get functions of low accuracy, 1.5e-4 off instead of 1e-7: so one thread makes it, here.
+torch.zeros(1).cos()
+
 
 def load(
     name: str | None = None, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import nanoqwen.models  # noqa: F401 (the first cosine of a process is made there, by one thread)
+
 os.environ["MPLBACKEND"] = "Agg"
 
 

@@ -12,6 +12,8 @@ from toys import TOY, random_weights, save_tokenizer, save_toy, toy_tokenizer
 
 from nanoqwen import bench_e2e, cli, generation, models, packfile, quantize
 from nanoqwen.checkpoint import open_checkpoint
+from nanoqwen.engine import Engine
+from nanoqwen.graphs import MODES
 from nanoqwen.ledger import Grouped, ledger
 
 NANOQWEN = [sys.executable, "-m", "nanoqwen.cli"]
@@ -114,6 +116,16 @@ def test_mbu_is_bytes_over_time_over_bandwidth(toy, monkeypatch):
     words = cli._speed(model, 10, [9.0, seconds, seconds, seconds])
     assert words.endswith("MBU 25 % of the 0.1 GB/s read probe")
     assert f"TPOT {1e3 * seconds:.2f} ms (median of 3)" in words
+
+
+def test_tokens_that_come_several_at_once_share_the_wait(monkeypatch):
+    monkeypatch.setattr("nanoqwen.hardware.read_ceiling", lambda device: SimpleNamespace(rate=100e9))
+    nothing = [0.0] * 15
+    with Engine.random(replace(TOY, hidden_size=128, intermediate_size=192, head_dim=64), "cpu", group=64) as engine:
+        engine.mode = MODES["in flight"]
+        words = cli._speed(engine, 10, [9.0, 0.32, *nothing, 0.16, *nothing, 0.03, 0.0, 0.0])  # the last look: of 3
+    assert "TTFT 9000.0 ms" in words
+    assert "TPOT 10.00 ms (median of 3, of up to 16 tokens each), 100.0 tokens/s" in words
 
 
 @pytest.mark.parametrize("head_bits", [16, 8])
