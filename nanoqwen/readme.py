@@ -138,9 +138,12 @@ def _sooner(record: Record) -> str:
     ahead = {name: e["ttft_over_ours"]["p50"] for name, e in peers if e.get("ttft_over_ours", {"p50": 1})["p50"] < 1}
     if not ahead:
         return ""
-    *others, last = (f"{_called(name)} ({share:.2f} of our time)" for name, share in ahead.items())
-    who = f"{'; '.join(others)} and {last}" if others else last
-    return f"The first token comes sooner from {who}: our prompts dequantise every matrix, and PyTorch multiplies."
+    shares = sorted({f"{share:.2f}" for share in ahead.values()})
+    share = shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+    return (
+        f"The first token comes sooner from {'; '.join(map(_called, ahead))}: {share} of our time. Our prompts "
+        "dequantise every matrix, and PyTorch multiplies."
+    )
 
 
 def _missing(record: Record) -> str:

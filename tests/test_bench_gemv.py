@@ -202,9 +202,9 @@ def test_the_scoreboard_says_whose_first_token_is_sooner(scored):
         each["p50"] = 1.5
     assert "sooner" not in said()
     over["torch-bf16-graph"]["p50"] = 0.5
-    assert "sooner from PyTorch bf16, CUDA graph (0.50 of our time): our" in said()
+    assert "sooner from PyTorch bf16, CUDA graph: 0.50 of our time. Our" in said()
     over["torch-int4"]["p50"] = 0.25
-    assert "bf16, CUDA graph (0.50 of our time) and PyTorch INT4, CUDA graph (0.25 of our time): our" in said()
+    assert "bf16, CUDA graph; PyTorch INT4, CUDA graph: 0.25 to 0.50 of our time. Our" in said()
 
 
 def test_the_scoreboard_says_what_is_missing(scored, monkeypatch):
