@@ -141,8 +141,8 @@ def _sooner(record: Record) -> str:
     shares = sorted({f"{share:.2f}" for share in ahead.values()})
     share = shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
     return (
-        f"The first token comes sooner from {'; '.join(map(_called, ahead))}: {share} of our time. Our prompts "
-        "dequantise every matrix, and PyTorch multiplies."
+        f"The first token comes sooner from {'; '.join(map(_called, ahead))}: {share} of our time. Ours "
+        "dequantises every matrix of the prompt first."
     )
 
 
@@ -161,8 +161,8 @@ def _missing(record: Record) -> str:
     if ladder := _record("ladder"):
         r = ladder.results
         words.append(
-            f"On {r['equal']} of {r['prompts']} prompts the engine writes the {r['tokens']} tokens that the same INT4 "
-            f"model writes in PyTorch; on {len(r['ties'])} the two part at a tie."
+            f"With the real weights of {r['model']}, {r['equal']} of {r['prompts']} prompts get the {r['tokens']} "
+            f"tokens that the same INT4 model writes in PyTorch; ties, where the two part: {len(r['ties'])}."
         )
     else:
         words.append(
@@ -187,9 +187,9 @@ def losses_section(record: Record) -> str:
         "",
         *_paragraph(
             f"The goal for the 7B is {100 * GOAL:.0f} % of the datasheet's bandwidth: "
-            f"{GOAL * datasheet / large['bytes']:,.0f} tok/s. The engine reaches {f['tokens_per_s']:,.0f}, or "
-            f"{100 * f['mbu_datasheet']:.1f} %. The time over that of the bytes is a few microseconds for each launch, "
-            "whatever the size of the model, so small models are the furthest from their bandwidth:"
+            f"{GOAL * datasheet / large['bytes']:,.0f} tok/s. By itself the engine reaches {f['tokens_per_s']:,.0f}, "
+            f"or {100 * f['mbu_datasheet']:.1f} %. The time over that of the bytes is a few microseconds for each "
+            "launch, whatever the size of the model, so small models are the furthest from their bandwidth:"
         ),
         "| shape, random weights | launches a token | bytes at the probe's speed, µs | a token, µs | tok/s "
         "| % of the read probe | over the bytes, µs a launch |",
@@ -206,9 +206,10 @@ def losses_section(record: Record) -> str:
         "",
         *_paragraph(
             f"Of the 7B's step the QKV product, attention and the output product move {100 * moved:.0f} % of the bytes "
-            f"and take {100 * taken:.0f} % of the time. Fewer launches would help, or one kernel that stays on the GPU "
-            "for the whole step. And one step is one sequence: past a few tokens a call, the kernels read the weights "
-            "again (lesson [08](notebooks/08_dequantise_or_fuse.ipynb))."
+            f"and take {100 * taken:.0f} % of the time. Fewer launches would help; one kernel that stays for all "
+            "layers is no faster yet (lesson [06](notebooks/06_graph_capture.ipynb)). And one step is one sequence: "
+            "past a few tokens a call, the kernels read the weights again (lesson "
+            "[08](notebooks/08_dequantise_or_fuse.ipynb))."
         ),
     ]
     return "\n".join(lines) + "\n"

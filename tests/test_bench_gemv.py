@@ -217,11 +217,11 @@ def test_the_scoreboard_says_what_is_missing(scored, monkeypatch):
     assert "Not in this record: " in text and "PyTorch INT4, CUDA graph" in text
     assert "but qwen2.5-coder-0.5b was not on that machine" in text and "`nanoqwen record ladder` does that" in text
     entry["left_out"]["torch-int4"] = "does not compile"
-    ladder = SimpleNamespace(results={"equal": 97, "prompts": 100, "tokens": 64, "ties": [{}, {}, {}]})
+    ladder = SimpleNamespace(results={"model": "m", "equal": 97, "prompts": 100, "tokens": 64, "ties": [{}, {}, {}]})
     monkeypatch.setattr(readme, "_record", lambda name: ladder)
     text = " ".join(readme.scoreboard_section(scored).split())
     assert "Left out: PyTorch INT4, CUDA graph (does not compile)." in text
-    assert "On 97 of 100 prompts" in text and "on 3 the two part at a tie" in text and "record ladder" not in text
+    assert "of m, 97 of 100 prompts" in text and "ties, where the two part: 3." in text and "record ladder" not in text
 
 
 def test_the_losses_are_the_record_s():
