@@ -218,7 +218,8 @@ def _smaller(png: str) -> str:
     picture = PIL.Image.open(io.BytesIO(given))
     if picture.mode == "P":
         return png
-    picture.convert("RGB").quantize(64, dither=PIL.Image.Dither.NONE).save(small, "PNG", optimize=True)
+    how = {"method": PIL.Image.Quantize.MAXCOVERAGE, "dither": PIL.Image.Dither.NONE}  # a small mark keeps its colour
+    picture.convert("RGB").quantize(64, **how).save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode() if small.tell() < len(given) else png
 
 

@@ -6,10 +6,12 @@ import nbformat
 import numpy
 import PIL.Image
 import pytest
+from matplotlib import pyplot
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from nanoqwen import notebooks
 from nanoqwen.notebooks import HEADINGS
+from nanoqwen.roofline import OKABE_ITO
 
 SETUP = "import time\n\ntime.sleep(0.4)\nprint('ready')"
 
@@ -280,6 +282,22 @@ def test_the_syllabus_lists_what_is_there_and_what_is_planned(tmp_path):
     assert len(table) == 2 + len(notebooks.PLANNED) and all("planned" in row for row in table[3:])
     with pytest.raises(ValueError, match=r"README\.md lacks the lines"):
         notebooks.with_syllabus("no markers", [])
+
+
+def test_small_marks_of_a_figure_keep_their_colours():
+    figure, axis = pyplot.subplots(figsize=(7, 5))
+    for i, color in enumerate(OKABE_ITO[:6]):
+        axis.plot([i], [i], "osDX^v"[i], color=color, markeredgecolor="black", label=f"{color}")
+    axis.legend()
+    axis.grid()
+    given = io.BytesIO()
+    figure.savefig(given, format="png")
+    pyplot.close(figure)
+    small = base64.b64decode(notebooks._smaller(base64.b64encode(given.getvalue()).decode()))
+    before, after = (
+        numpy.asarray(PIL.Image.open(io.BytesIO(png)).convert("RGB")).astype(int) for png in (given.getvalue(), small)
+    )
+    assert len(small) < len(given.getvalue()) / 2 and abs(after - before).max() < 24
 
 
 def test_figures_take_fewer_bytes_look_the_same_and_are_left_alone_the_second_time():
