@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import numpy
 import PIL.Image
 from nbformat import NotebookNode
 
@@ -218,9 +219,26 @@ def _smaller(png: str) -> str:
     picture = PIL.Image.open(io.BytesIO(given))
     if picture.mode == "P":
         return png
-    how = {"method": PIL.Image.Quantize.MAXCOVERAGE, "dither": PIL.Image.Dither.NONE}  # a small mark keeps its colour
-    picture.convert("RGB").quantize(64, **how).save(small, "PNG", optimize=True)
+    _in_palette(picture.convert("RGB")).save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode() if small.tell() < len(given) else png
+
+
+def _in_palette(picture: PIL.Image.Image, size: int = 64) -> PIL.Image.Image:
+    """Half of the palette are the colours of most pixels, so that areas keep theirs; of the others each is the farthest
+    from all before it, so that small marks keep theirs."""
+    pixels = numpy.asarray(picture).reshape(-1, 3)
+    colours, which, counts = numpy.unique(pixels, axis=0, return_inverse=True, return_counts=True)
+    colours, palette = colours.astype(int), []
+    nearest, distance = numpy.zeros(len(colours), numpy.uint8), numpy.full(len(colours), 1 << 20)
+    for i in range(size):
+        new = numpy.argsort(-counts, kind="stable")[i] if i < min(size // 2, len(colours)) else distance.argmax()
+        palette.append(colours[new])
+        away = ((colours - colours[new]) ** 2).sum(1)
+        nearest[away < distance] = i
+        distance = numpy.minimum(distance, away)
+    made = PIL.Image.fromarray(nearest[which.ravel()].reshape(picture.height, picture.width))
+    made.putpalette(numpy.concatenate(palette).astype(numpy.uint8).tobytes())
+    return made
 
 
 def summary(results: Sequence[Result]) -> str:

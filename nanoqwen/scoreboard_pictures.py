@@ -79,7 +79,7 @@ def rungs(size: str, records: Mapping[str, Record], depth: int = 128) -> list[Ru
 
 
 def plot_rungs(rungs: Sequence[Rung], bandwidth: float, probe: float, title: str, label: str = "recorded") -> Plot:
-    """Tokens a second (logarithmic) and the share of `bandwidth` (bytes/s), a row for each rung.
+    """Tokens a second and the share of `bandwidth` (bytes/s), a row for each rung.
 
     Raises:
         CeilingError: a rung above `bandwidth`. ValueError: no rungs.
@@ -93,12 +93,11 @@ def plot_rungs(rungs: Sequence[Rung], bandwidth: float, probe: float, title: str
         for row, rung in enumerate(rungs):
             how = {"color": _BLUE if rung.weights == "bf16" else _ORANGE, "height": 0.7}
             how |= {} if rung.whole else {"alpha": 0.55, "hatch": "///", "edgecolor": "#FFFFFF"}
-            left.barh(row, rates[row], left=0, **how)
+            left.barh(row, rates[row], **how)
             right.barh(row, shares[row], **how)
-            left.text(1.1 * rates[row], row, f"{rates[row]:,.0f}", va="center", fontsize=9)
+            left.text(rates[row] + 0.015 * max(rates), row, f"{rates[row]:,.0f}", va="center", fontsize=9)
             right.text(shares[row] + 1, row, f"{shares[row]:.0f}", va="center", fontsize=9)
-        left.set(xscale="log", xlabel="tok/s", xlim=(min(rates) / 2, 3 * max(rates)))
-        left.xaxis.set_major_formatter("{x:g}")
+        left.set(xlabel="tok/s", xlim=(0, 1.15 * max(rates)))
         right.set(xlabel="MBU, % of the datasheet's bandwidth", xlim=(0, 104))
         right.axvline(100, color=_INK, lw=1.6, label="datasheet")
         right.axvline(100 * probe / bandwidth, color=_INK, lw=1.2, ls="--", label="read probe")
@@ -147,16 +146,17 @@ def plot_field(models: Mapping[str, Mapping], depth: str, bandwidth: float, prob
             at = [(x, y) for _, who, x, y in points if who == name]
             how = {"marker": _MARKS[i % len(_MARKS)], "color": OKABE_ITO[i % 6], "ms": 9 if name == "nanoqwen" else 7}
             axis.plot(*zip(*at, strict=True), ls="", mec=_INK, mew=0.6, label=name, zorder=3, **how)
+        paper = {"facecolor": "#FFFFFF", "edgecolor": "none", "pad": 1.5}
         for model, name, x, y in points:
             if name == "nanoqwen":
-                axis.annotate(_size(model), (x, y), (-8, -4), textcoords="offset points", ha="right", fontsize=9)
+                how = {"textcoords": "offset points", "ha": "right", "fontsize": 9, "bbox": paper}
+                axis.annotate(_size(model), (x, y), (-8, -4), **how)
         axis.set(xscale="log", yscale="log", xlim=ends)
         axis.set(ylim=(1e12 * ends[0] / bandwidth, 2 * max(times)), xlabel="GB a token", ylabel="ms a token")
         for each in (axis.xaxis, axis.yaxis):
             each.set_major_formatter("{x:g}")
             each.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in "235" else ""))
         axis.tick_params(which="minor", labelsize=8)
-        paper = {"facecolor": "#FFFFFF", "edgecolor": "none", "pad": 1.5}
         axis.text(0.98, 0.97, "dotted: MBU", transform=axis.transAxes, fontsize=8, va="top", ha="right", bbox=paper)
         figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     return figure
@@ -208,7 +208,7 @@ def plot_parts(steps: Mapping[str, Mapping], probe: float, label: str = "recorde
     parts = {size: step_parts(entry) for size, entry in steps.items()}
     names = list(dict.fromkeys(name for each in parts.values() for name in each))
     with rc_context(FIGURE_STYLE):
-        figure, (axis,) = _figure(7.6, 1.7 + 0.55 * len(steps), "A step, launch by launch", label)
+        figure, (axis,) = _figure(7.6, 1.7 + 0.55 * len(steps), "A step, by the kinds of its launches", label)
         left = dict.fromkeys(steps, 0.0)
         for i, name in enumerate(names):
             for row, size in enumerate(steps):
