@@ -79,7 +79,7 @@ def test_the_engine_climbs(engine, twin):
 class Fake:
     """An engine of known texts and logits."""
 
-    logits, made, sequences = torch.ones(257), 0, set()
+    logits, sequences = torch.ones(257), frozenset()
 
     def __init__(self, token, other=None):
         self.tokens = token, token if other is None else other
@@ -88,14 +88,14 @@ class Fake:
         return [self.tokens[0]] * count
 
     def prefill(self, ids):
-        self.sequences = self.sequences | {7}
+        self.sequences |= {7}
         return 7, self.tokens[0]
 
     def decode(self, sequence, count):
         return [self.tokens[1]] * count
 
     def free(self, sequence):
-        self.sequences = self.sequences - {sequence}
+        self.sequences -= {sequence}
 
 
 def test_a_tie_and_a_wrong_token_are_told_apart(twin, monkeypatch):
