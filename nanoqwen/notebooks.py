@@ -228,10 +228,10 @@ def _in_palette(picture: PIL.Image.Image, size: int = 64) -> PIL.Image.Image:
     from all before it, so that small marks keep theirs."""
     pixels = numpy.asarray(picture).reshape(-1, 3)
     colours, which, counts = numpy.unique(pixels, axis=0, return_inverse=True, return_counts=True)
-    colours, palette = colours.astype(int), []
+    colours, often, palette = colours.astype(int), numpy.argsort(-counts, kind="stable")[: size // 2], []
     nearest, distance = numpy.zeros(len(colours), numpy.uint8), numpy.full(len(colours), 1 << 20)
     for i in range(size):
-        new = numpy.argsort(-counts, kind="stable")[i] if i < min(size // 2, len(colours)) else distance.argmax()
+        new = often[i] if i < len(often) else distance.argmax()
         palette.append(colours[new])
         away = ((colours - colours[new]) ** 2).sum(1)
         nearest[away < distance] = i

@@ -287,7 +287,7 @@ def test_the_syllabus_lists_what_is_there_and_what_is_planned(tmp_path):
 def test_small_marks_of_a_figure_keep_their_colours():
     figure, axis = pyplot.subplots(figsize=(7, 5))
     for i, color in enumerate(OKABE_ITO[:6]):
-        axis.plot([i], [i], "osDX^v"[i], color=color, markeredgecolor="black", label=f"{color}")
+        axis.plot([i], [i], "osDX^v"[i], color=color, markeredgecolor="black", label=color)
     axis.legend()
     axis.grid()
     given = io.BytesIO()
